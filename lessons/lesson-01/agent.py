@@ -1,0 +1,137 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# ///
+"""Lesson 1: an agent is a loop. Ask the model, run the tool it asks for, hand back the result, until it answers."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+MODEL = os.environ.get("NAMI_MODEL") or "gpt-5-mini"
+SYSTEM = "You are NamiAgent, a coding agent. Look with your tools before you answer. Answer in the user's language."
+MAX_STEPS = int(os.environ.get("NAMI_MAX_STEPS") or 50)  # model calls in one turn: some models never stop by themselves
+STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
+PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS = [{"type": "function", "function": {"name": "read_file", "description": "Read a file.", "parameters": PATH}}]
+
+
+def read_file(path):
+    return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def handle_call(call):
+    """Run one tool call; return its result. A failure is a result too: the model reads it and tries another way."""
+    try:
+        if call.function.name != "read_file":
+            raise ValueError(f"there is no tool {call.function.name!r}; the only tool is read_file")
+        return read_file(**json.loads(call.function.arguments))
+    except Exception as error:
+        return f"Error: {type(error).__name__}: {error}"
+
+
+def run(user_input, messages, client=None, console=None):
+    """One turn: append to `messages` until the model answers without asking for a tool; return that answer."""
+    from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
+
+    client, console = client or make_client(*model_server()), console or make_console()
+    messages.append({"role": "user", "content": user_input})
+    try:
+        for _ in range(MAX_STEPS):
+            with console.status("thinking"):
+                response = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+            reply = response.choices[0].message
+            messages.append(to_message(reply))
+            if reply.content:
+                console.print(reply.content)
+            if not reply.tool_calls:
+                return reply.content
+            for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
+                show(console, f"→ {call.function.name} {call.function.arguments}")
+                result = handle_call(call)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                show(console, f"← {result}")
+        console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
+    except OpenAIError as error:
+        console.print(f"{client.base_url} {explain(error, client.api_key)}", style="red")
+    finally:
+        close_turn(messages)
+
+
+def to_message(reply):
+    """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
+    if not reply.content:  # providers refuse an empty text
+        reply.content = None if reply.tool_calls else "(empty reply)"
+    return reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+
+
+def close_turn(messages):
+    """Keep `messages` sendable after Ctrl-C or an error: every call gets a result, the turn ends with the assistant."""
+    done = 0
+    while messages[-1 - done]["role"] == "tool":
+        done += 1
+    for call in messages[-1 - done].get("tool_calls", [])[done:]:
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": STOPPED})
+    if messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": STOPPED})
+
+
+def model_server():
+    """Return (base URL, key) from the environment; with neither set, those of the practice model, offline."""
+    url, key = (os.environ.get(name, "").strip() for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"))
+    if not url and not key:
+        here = Path(__file__).resolve().parent
+        sys.path += [str(here / "lessons"), str(here.parent)]
+        import practice_server
+
+        url = practice_server.start().url
+        print("No OPENAI_API_KEY: the practice model answers, by fixed rules. Try: read README.md")
+    return url or "https://api.openai.com/v1", key or "no-key"  # a server on your own machine needs none
+
+
+def make_client(url, key):
+    from openai import OpenAI
+
+    return OpenAI(base_url=url, api_key=key)
+
+
+def make_console():
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)  # a model's text is not our markup
+
+
+def show(console, text):
+    """Print `text` as one dim line, cut at the edge of the screen."""
+    console.print(" ".join(text.split()), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
+
+
+def explain(error, key):
+    """What the provider says went wrong, on one line, without the key, which some providers repeat."""
+    body = getattr(error, "body", None) or ""
+    detail = error.__cause__ or ("" if "message" in body else body)  # with a message, str(error) has it already
+    return " ".join(f"{error} {detail}".split()).replace(key, "***")
+
+
+def main():
+    server, client, console = model_server(), None, make_console()
+    messages = [{"role": "system", "content": SYSTEM}]
+    while True:
+        try:
+            user_input = input("> ").strip()
+            if user_input in ("exit", "quit"):
+                return
+            if user_input:
+                client = client or make_client(*server)
+                run(user_input, messages, client, console)
+        except EOFError:  # Ctrl-D, or the end of piped input
+            return console.print()
+        except KeyboardInterrupt:
+            console.print("\nStopped. Type 'exit' or press Ctrl-D to leave.")
+
+
+if __name__ == "__main__":
+    sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
+    sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
+    main()

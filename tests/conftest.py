@@ -1,0 +1,202 @@
+"""The stage for every test: which lesson is tested, a private folder, no network, no keys, and a person at a terminal.
+
+NAMI_LESSON=3 tests lesson 3; without it the top level is tested, which is the last lesson.
+"""
+
+import io
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAST_LESSON = len(list(ROOT.glob("lessons/lesson-*")))
+LESSON = int(os.environ.get("NAMI_LESSON") or LAST_LESSON)
+CODE = ROOT / f"lessons/lesson-{LESSON:02}" if os.environ.get("NAMI_LESSON") else ROOT
+PRIVATE = re.compile(r"^(OPENAI|NAMI)_|_API_KEY$|_PROXY$|^NO_COLOR$", re.IGNORECASE)
+
+sys.path[:0] = [str(CODE), str(ROOT / "lessons")]
+for name in [name for name in os.environ if PRIVATE.search(name) and name != "NAMI_LESSON"]:
+    del os.environ[name]
+# Before the agent's modules are imported: they read it once.
+STATE_DIR = Path(tempfile.mkdtemp(prefix="nami-tests-")).resolve() / "state"
+os.environ["NAMI_STATE_DIR"] = str(STATE_DIR)
+
+import practice_server  # noqa: E402
+
+
+def pytest_unconfigure():
+    shutil.rmtree(STATE_DIR.parent, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def stage(tmp_path, monkeypatch):
+    """An empty workspace as the current folder, an empty state folder, a HOME of its own, loopback as the only network."""
+    connect = socket.socket.connect
+
+    def loopback_only(self, address):
+        if self.family != getattr(socket, "AF_UNIX", None) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise PermissionError(f"tests do not reach {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", loopback_only)
+    shutil.rmtree(STATE_DIR, ignore_errors=True)
+    for folder in ("workspace", "home"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "workspace")
+
+
+@pytest.fixture
+def workspace(stage):
+    return Path.cwd()
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that starts the practice server (with a script of replies) as the model of this test."""
+    servers = []
+
+    def start(*script, **options):
+        servers.append(practice_server.start(list(script) if script else None, **options))
+        monkeypatch.setenv("OPENAI_BASE_URL", servers[-1].url)
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def call(name, arguments, **more):
+    """A script item: the model asks for one tool."""
+    return {"tool_calls": [{"name": name, "arguments": arguments}], **more}
+
+
+def run_turn(user_input, messages=None, ask=None, **options):
+    """Run one turn in this process, whatever the lesson's run() takes; return its answer, messages and screen text.
+
+    ask: what the person answers to a permission question: a function (question) -> str, or a list of answers
+    """
+    import agent
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, markup=False, emoji=False, highlight=False, soft_wrap=True, width=200)
+    messages = [{"role": "system", "content": agent.SYSTEM}] if messages is None else messages
+    arguments = [user_input, messages]
+    if LESSON >= 3:
+        from permissions import PermissionManager
+
+        answers = iter(ask) if isinstance(ask, list) else None
+        arguments.append(PermissionManager(ask=(lambda question: next(answers)) if answers else ask or nobody))
+    answer = agent.run(*arguments, console=console, **options)
+    return SimpleNamespace(answer=answer, messages=messages, screen=screen.getvalue())
+
+
+def nobody(question):
+    raise EOFError
+
+
+def agent_command():
+    return [sys.executable, str(CODE / "agent.py")]
+
+
+def pipe(text, *arguments, timeout=20, **env):
+    """Run the agent with `text` (str or bytes) piped in; return the finished process, output decoded."""
+    data = text if isinstance(text, bytes) else text.encode()
+    done = subprocess.run(
+        [*agent_command(), *arguments],
+        input=data,
+        capture_output=True,
+        timeout=timeout,
+        env={**os.environ, **env},
+    )
+    return SimpleNamespace(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
+
+
+class Terminal:
+    """A person at a real terminal (a pty): type, press keys, and wait for what the screen must show."""
+
+    def __init__(self, **env):
+        import pty
+
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.environ.update(env, TERM="dumb", COLUMNS="120")
+            os.execv(sys.executable, agent_command())
+        self.screen = ""
+
+    def read(self, seconds):
+        """Add what arrives within `seconds` to the screen; return False at the end of the program."""
+        if not select.select([self.fd], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self.fd, 65536)
+        except OSError:  # Linux: the program has closed its terminal
+            return False
+        self.screen += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
+
+    def expect(self, text, seconds=15):
+        """Wait until `text` stands on the screen after what was expected before; return the screen up to its end."""
+        limit = time.monotonic() + seconds
+        while text not in self.screen:
+            if time.monotonic() > limit or not self.read(0.1):
+                raise AssertionError(f"no {text!r} on the screen:\n{self.screen}")
+        seen, self.screen = self.screen.split(text, 1)
+        return seen + text
+
+    def type(self, line):
+        os.write(self.fd, f"{line}\n".encode())
+
+    def press(self, key):
+        """key: "C" for Ctrl-C, "D" for Ctrl-D."""
+        os.write(self.fd, bytes([ord(key) - 64]))
+
+    def exit_code(self, seconds=15):
+        """Wait for the program's end; return its exit code."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit and self.read(0.1):
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) if self.finished(limit) else None
+
+    def finished(self, limit):
+        while time.monotonic() < limit:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def close(self):
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        os.close(self.fd)
+
+
+@pytest.fixture
+def terminal():
+    """Return a function that starts the agent at a terminal."""
+    if sys.platform == "win32":
+        pytest.skip("there are no pseudo-terminals here")
+    opened = []
+
+    def start(**env):
+        opened.append(Terminal(**env))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
