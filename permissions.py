@@ -33,7 +33,7 @@ class PermissionManager:
             path = fields.get("path") or fields.get("pattern") or "."
             target = self.resolve(path)
             if target is None:
-                return f"Denied: {path} is not inside the workspace {self.workspace}, or it is the agent's own memory."
+                return f"Denied: {shown(path)} is outside the workspace {self.workspace}, or the agent's own memory."
         if name in READS or (name, target) in self.granted:
             return None
         return self.question(name, fields, target)
@@ -49,9 +49,9 @@ class PermissionManager:
 
     def question(self, name, fields, target):
         """Ask until the answer is exact; return None for yes, else the reason for the model."""
-        scope = "this command" if name == "run_shell" else f"{name} on {target.relative_to(self.workspace)}"
-        prompt = f"Allow? [y]es / [a]lways {visible(scope)}, until exit / [n]o: "
-        question = f"{visible(describe(name, fields, target))}\n{prompt}"
+        scope = "this command" if name == "run_shell" else f"{name} on {shown(target.relative_to(self.workspace))}"
+        prompt = f"Allow? [y]es / [a]lways {scope}, until exit / [n]o: "
+        question = f"{describe(name, fields, target)}\n{prompt}"
         try:
             while (answer := ANSWERS.get(self.ask(question).strip().lower())) is None:
                 question = f"Please type y, a or n.\n{prompt}"
@@ -83,17 +83,22 @@ def ask_in_terminal(question):
 def describe(name, fields, target):
     """Return what the call would do: the whole command, or path and size of a write, or what an edit changes."""
     if name == "run_shell":
-        return f"Run this command:\n{fields['command']}"
+        return f"Run this command:\n{visible(fields['command'])}"
     if name == "write_file":
         size = len(fields["content"].encode(errors="replace"))
-        old = f"replaces {target.stat().st_size} bytes" if target.exists() else "a new file"
-        return f"Write {target}: {size} bytes, {old}"
+        old = f"replaces {os.path.getsize(target)} bytes" if os.path.isfile(target) else "a new file"
+        return f"Write {shown(target)}: {size} bytes, {old}"
     if name == "edit_file":
         times = " everywhere" if fields.get("replace_all") else ""
-        old = [f"- {line}" for line in fields["old"].split("\n")]
-        new = [f"+ {line}" for line in fields["new"].split("\n")]
-        return "\n".join([f"Edit {target}, replacing{times}:", *old, *new])
-    return f"{name} {fields}"
+        old = [f"- {line}" for line in visible(fields["old"]).split("\n")]
+        new = [f"+ {line}" for line in visible(fields["new"]).split("\n")]
+        return "\n".join([f"Edit {shown(target)}, replacing{times}:", *old, *new])
+    return f"{name} {shown(fields)}"
+
+
+def shown(value):
+    """Return a path, which must stay on one line, as visible text: a line break in a name could fake a question."""
+    return visible(str(value)).replace("\n", "\\n")
 
 
 def visible(text):

@@ -4,13 +4,14 @@ import fnmatch
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
 MAX_RESULT_CHARS = 8000
-HIDDEN_FOLDERS = {".git", ".venv", ".pytest_cache", "node_modules", "__pycache__"}  # large, and nobody means them by "the files"
+HIDDEN_FOLDERS = {".git", ".venv", ".nami-agent", ".pytest_cache", "node_modules", "__pycache__"}
 JSON_TYPES = {str: "string", int: "integer", bool: "boolean"}
 
 
@@ -41,6 +42,8 @@ def write_file(path: str, content: str) -> str:
     """
     data = content.encode()  # before the file is opened: what cannot be encoded must not empty it
     target = Path(path).expanduser()
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} is a folder or a device, not a file")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(data)
     return f"wrote {len(data)} bytes to {path}"
@@ -73,14 +76,15 @@ def list_files(pattern: str = "*") -> str:
     pattern: which ones, such as *.py or src/*; a folder stands for all that is in it
     """
     pattern = Path(pattern).as_posix()
-    if Path(pattern).is_dir():
-        pattern = "*" if pattern == "." else f"{pattern}/*"
+    folder = "" if pattern == "." else f"{pattern}/"
+    # fnmatch lets * cross slashes; "**/" means any folders, or none.
+    globs = [pattern.replace("**/", "*/"), pattern.replace("**/", "")]
     found = []
-    for folder, subfolders, files in os.walk("."):
+    for root, subfolders, files in os.walk("."):
         subfolders[:] = sorted(set(subfolders) - HIDDEN_FOLDERS)
-        found += [Path(folder, name).as_posix() for name in sorted(files)]
-    # fnmatch lets * cross slashes, so "**/" needs to mean no more than "*".
-    found = [path for path in found if fnmatch.fnmatchcase(path, pattern.replace("**/", "*"))]
+        for path in (Path(root, name).as_posix() for name in sorted(files)):
+            if path == pattern or path.startswith(folder) or any(fnmatch.fnmatchcase(path, glob) for glob in globs):
+                found.append(path)
     return "\n".join(found) or f"no files match {pattern}"
 
 
@@ -107,7 +111,7 @@ def run_shell(command: str, timeout: int = 120) -> str:
         except subprocess.TimeoutExpired:
             status = f"killed: it still ran after {timeout} seconds"
             kill_group(process)
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C above all
             kill_group(process)
             raise
         output.seek(0)
@@ -119,7 +123,9 @@ def existing_file(path):
     """Return `path` as a Path to a regular file: a folder cannot be read, and a named pipe would wait for ever."""
     target = Path(path).expanduser()
     if not target.is_file():
-        raise ValueError(f"{path} is not a file" if target.exists() else f"there is no file {path}")
+        raise ValueError(
+            f"{path} is a folder or a device, not a file" if target.exists() else f"there is no file {path}"
+        )
     return target
 
 
@@ -132,7 +138,8 @@ def kill_group(process):
 
 
 def describe_exit(code):
-    return f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({signal.Signals(-code).name})"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"exit status {code}" if code >= 0 else f"killed by signal {-code}{names.get(-code, '')}"
 
 
 def describe_tool(function):
@@ -177,13 +184,19 @@ def decode_arguments(arguments):
     return arguments
 
 
-def sendable_arguments(arguments):
-    """Return the arguments as text that providers take back in the history: the JSON of an object, or {} if broken."""
+def sendable_call(function):
+    """Return {"name", "arguments"} as providers take them back in the history: a plain name, the JSON of an object."""
+    name, arguments = function.get("name"), function.get("arguments")
     try:
         fields = decode_arguments(arguments)
     except ValueError:
-        return "{}"
-    return arguments if isinstance(arguments, str) and arguments.strip() else json.dumps(fields)
+        arguments = "{}"
+    else:
+        arguments = arguments if isinstance(arguments, str) and arguments.strip() else json.dumps(fields)
+    return {
+        "name": name if re.fullmatch(r"[\w-]{1,64}", name or "", re.ASCII) else "no_such_tool",
+        "arguments": arguments,
+    }
 
 
 def parse_arguments(name, arguments):
@@ -209,7 +222,7 @@ def convert(field, value, kind):
     text = str(value)
     if kind == "string" and isinstance(value, str):
         return value
-    if kind == "integer" and text.removesuffix(".0").lstrip("-").isdecimal():
+    if kind == "integer" and re.fullmatch(r"-?\d+(\.0)?", text):
         return int(text.removesuffix(".0"))
     if kind == "boolean" and text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -207,7 +207,8 @@ def close_server(server, *exc_info):
         return
     server.closed.set()
     # Connecting once wakes handle_request; serve_forever would poll, and make every test wait for the poll.
-    socket.create_connection(server.server_address).close()
+    with contextlib.suppress(OSError):  # it may have seen the flag already
+        socket.create_connection(server.server_address).close()
     for connection in list(server.connections):
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
@@ -436,14 +437,15 @@ GLUE = re.compile(
     r"[，、。；：！？和与里]|读一下|读取?|查?看看?|打开|写入?|帮我|请"
 )  # Chinese puts no spaces round a name
 TEXT_FILE = re.compile(
-    r"\.(md|txt|py|toml|json|rst|cfg|ini|ya?ml|js|ts|css|html|sh|c|h|rs|go|java|csv)$|(README|LICENSE|Makefile)$", re.I
+    r"\.(md|txt|py|toml|json|rst|cfg|ini|ya?ml|js|ts|css|html|sh|c|h|rs|go|java|csv)$|(README|LICENSE|Makefile)$",
+    re.IGNORECASE,
 )
-SKIPPED = re.compile(r"\block\b|\.lock|\.min\.|(^|/)(\.\w|__pycache__|node_modules)", re.I)
+SKIPPED = re.compile(r"\block\b|\.lock|\.min\.|(^|/)(\.\w|__pycache__|node_modules)", re.IGNORECASE)
 FAILED = re.compile(
-    r"\W*(?:tool |the |user )*(?:error|denied|refused|blocked|no such|cannot|错误|失败|.{0,6}拒绝)", re.I
+    r"\W*(?:tool |the |user )*(?:error|denied|refused|blocked|no such|cannot|错误|失败|.{0,6}拒绝)", re.IGNORECASE
 )
-DENIED = re.compile(r"(?<!permission )denied|refused by|拒绝", re.I)
-SUMMARY = re.compile(r"\bsummary\b|摘要|概要", re.I)
+DENIED = re.compile(r"(?<!permission )denied|refused by|拒绝", re.IGNORECASE)
+SUMMARY = re.compile(r"\bsummary\b|摘要|概要", re.IGNORECASE)
 
 
 def suggest(tool_names):
@@ -509,7 +511,7 @@ def find_intent(request, schemas):
         patterns[name] = rf"\b(?:{re.escape(name)})\b" + OTHER_WORDS.get(name, "")
     found = []
     for rank, (intent, pattern) in enumerate(patterns.items()):
-        match = re.search(pattern, request, re.I | re.ASCII)  # ASCII: a Chinese character is a word boundary
+        match = re.search(pattern, request, re.IGNORECASE | re.ASCII)  # ASCII: a Chinese character is a word boundary
         if match and (intent != "read" or file_names(request)):
             found.append((match.start(), rank, intent))
     return min(found)[2] if found else None
@@ -607,23 +609,25 @@ def once(turn, name, **hints):
 
 def run_rule(turn):
     told = quoted_parts(turn["request"]) or re.findall(
-        r"(?:run|execute|运行|执行)\s*[:：]\s*(.+)", turn["request"], re.I
+        r"(?:run|execute|运行|执行)\s*[:：]\s*(.+)", turn["request"], re.IGNORECASE
     )
     return once(turn, "run_shell", command=told[0] if told else DEFAULT_COMMAND)
 
 
 def write_rule(turn):
     request, marks = turn["request"], "`'\"“”「」"
-    match = re.search(r"(?:\bwrite\b|写入?)\s*[:：]?\s*(.+?)\s*(?:\binto\b|\bto\b|到|进)\s*(\S+)\s*$", request, re.I)
+    match = re.search(
+        r"(?:\bwrite\b|写入?)\s*[:：]?\s*(.+?)\s*(?:\binto\b|\bto\b|到|进)\s*(\S+)\s*$", request, re.IGNORECASE
+    )
     text, path = (part.strip(marks) for part in match.groups()) if match else ("", "")
-    is_note = not text or re.search(r"^(?:an?|the|一个|一条|个|条)?\s*(?:note|笔记|便条)$", text, re.I)
+    is_note = not text or re.search(r"^(?:an?|the|一个|一条|个|条)?\s*(?:note|笔记|便条)$", text, re.IGNORECASE)
     path = path or next(iter(file_names(request)), "practice-note.txt")
     return once(turn, "write_file", path=path, content=DEFAULT_NOTE if is_note else text + "\n")
 
 
 def edit_rule(turn):
     pattern = r"(?:\bedit\b|编辑|修改)\s*(.+?)\s*[:：]\s*(.+?)\s*(?:->|=>|→)\s*(.+)$"
-    match = re.search(pattern, turn["request"], re.I)
+    match = re.search(pattern, turn["request"], re.IGNORECASE)
     if not match and not turn["steps"]:
         return say(turn, "Type it like this: edit FILE: OLD -> NEW", "请这样写：编辑 文件: 旧文字 -> 新文字")
     path, old, new = (part.strip("`'\"") for part in match.groups()) if match else ("", "", "")
@@ -632,7 +636,7 @@ def edit_rule(turn):
 
 def use_named_tool(turn):
     name = find_intent(turn["request"], turn["schemas"])
-    after = re.split(name, turn["request"], maxsplit=1, flags=re.I)[-1].strip(" :：`")
+    after = re.split(name, turn["request"], maxsplit=1, flags=re.IGNORECASE)[-1].strip(" :：`")
     told = [*quoted_parts(turn["request"]), after]
     return once(turn, name, text=next((text for text in told if text and text != name), "."))
 
@@ -781,7 +785,7 @@ RULES |= {"run": run_rule, "list": list_rule, "read": read_rule}
 ROLE_LINE = re.compile(
     r"^\W*?(?:[\[<【(](user|assistant|tool|system|用户|助手|工具|系统)[^\]>】)\n]*[\]>】)][:：]?"
     r"|(user|assistant|tool|system|用户|助手|工具|系统)\s*[:：])\s*(.*)$",
-    re.I,
+    re.IGNORECASE,
 )
 TITLES = [("Asked", "请求"), ("Files", "文件"), ("Commands", "命令"), ("Errors", "错误")]
 SHARES = [0.4, 0.25, 0.2, 0.1]  # of the room, in the order of TITLES
@@ -790,7 +794,7 @@ SHARES = [0.4, 0.25, 0.2, 0.1]  # of the room, in the order of TITLES
 def is_summary_request(messages):
     last_user = [message["content"] for message in messages if message["role"] == "user"][-1:]
     system = [message["content"] for message in messages if message["role"] == "system"]
-    return bool(re.search(r"summar|摘要|总结|概括", " ".join(system + last_user), re.I))
+    return bool(re.search(r"summar|摘要|总结|概括", " ".join(system + last_user), re.IGNORECASE))
 
 
 def summarise(messages):
@@ -805,12 +809,14 @@ def summarise(messages):
     facts.append(re.findall(r"command['\"]?\s*[:=]\s*(?:\"([^\n]+?)\"[,})]|'([^\n]+?)'[,})])", body))
     facts[2] = ["".join(pair) for pair in facts[2]]
     facts.append(
-        [line.strip()[:160] for line in history if re.search(r"\berror\b|denied|错误|Traceback", line, re.I)][-3:]
+        [line.strip()[:160] for line in history if re.search(r"\berror\b|denied|错误|Traceback", line, re.IGNORECASE)][
+            -3:
+        ]
     )
     chinese = sum(bool(CJK.search(line)) for line in facts[0]) * 2 > len(facts[0])
     room, output = min(1500, max(400, len(text) // 3)), []
     for titles, share, found in zip(TITLES, SHARES, facts, strict=True):
-        before = re.findall(rf"^\W*(?:{'|'.join(titles)})[:：] (.+)$", text, re.M)  # from an earlier summary
+        before = re.findall(rf"^\W*(?:{'|'.join(titles)})[:：] (.+)$", text, re.MULTILINE)  # from an earlier summary
         items = newest_that_fit([part for line in before for part in line.split(" | ")] + found, int(room * share))
         if items:
             output.append(f"- {titles[chinese]}: {' | '.join(items)}")
@@ -823,7 +829,7 @@ def find_requests(history):
         match = ROLE_LINE.match(line)
         if match and (match[1] or match[2]).lower() in ("user", "用户"):
             said = match[3] or next((after for after in history[number + 1 :] if after.strip()), "")
-            if not re.match(r"\W*.{0,60}(?:\bsummary\b|摘要)", said, re.I):  # a summary is not a request
+            if not re.match(r"\W*.{0,60}(?:\bsummary\b|摘要)", said, re.IGNORECASE):  # a summary is not a request
                 requests.append(said.strip()[:160])
     return requests
 

@@ -15,7 +15,7 @@ import pytest
 
 LESSONS = Path(__file__).resolve().parents[1] / "lessons"
 sys.path.append(str(LESSONS))
-import practice_server as practice  # noqa: E402
+import practice_server as practice
 
 
 def tool(name, *required, **optional):
@@ -376,12 +376,12 @@ def test_a_client_that_hangs_up_is_silent(capfd):
 
 def test_import_has_no_effects_and_main_serves():
     code = "import sys, practice_server as p; assert 'http.server' not in sys.modules and 'socket' not in sys.modules"
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=LESSONS, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=LESSONS, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     with practice.start() as server:
         port = str(server.server_address[1])
         command = [sys.executable, str(LESSONS / "practice_server.py"), "--port"]
-        taken = subprocess.run([*command, port], capture_output=True, text=True)
+        taken = subprocess.run([*command, port], capture_output=True, text=True, check=False)
         assert taken.returncode == 2 and taken.stderr.count("\n") == 1
     process = subprocess.Popen([*command, "0", "--window", "50"], stdout=subprocess.PIPE, text=True)
     line = process.stdout.readline()

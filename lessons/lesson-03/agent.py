@@ -4,6 +4,7 @@
 # ///
 """Lesson 3: between the model's wish and the deed stands a question: permissions.py decides, the loop obeys."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def run(user_input, messages, perms, client=None, console=None):
         for _ in range(MAX_STEPS):
             with console.status("thinking"):
                 response = client.chat.completions.create(model=MODEL, messages=messages, tools=tools.get_schemas())
-            reply = response.choices[0].message
+            reply = first_reply(response)
             messages.append(to_message(reply))
             if reply.content:
                 console.print(visible(reply.content))
@@ -51,20 +52,30 @@ def run(user_input, messages, perms, client=None, console=None):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
-    except OpenAIError as error:
+    except (OpenAIError, ValueError) as error:  # ValueError: a key or an answer in characters that cannot be sent
         console.print(f"{client.base_url} {explain(error, client.api_key)}", style="red")
     finally:
         close_turn(messages)
 
 
+def first_reply(response):
+    """Return the message in the response; some servers send an error, or a web page, as if all were well."""
+    choices = getattr(response, "choices", None)
+    if not choices or not choices[0].message:
+        raise ValueError(f"no reply in what the server sent: {response}"[:500])
+    return choices[0].message
+
+
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
-    if not reply.content:  # providers refuse an empty text
+    reply.tool_calls = reply.tool_calls or None
+    if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
-    for call in message.get("tool_calls", []):  # broken arguments run nothing, and no provider takes them back
-        call["function"]["arguments"] = tools.sendable_arguments(call["function"]["arguments"])
-    return message
+    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
+        call["function"] = tools.sendable_call(call["function"])
+    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
+    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
 
 
 def close_turn(messages):
@@ -115,10 +126,13 @@ def explain(error, key):
 
 
 def main():
-    server, client, console, perms = model_server(), None, make_console(), PermissionManager()
+    server, client, console, hint = model_server(), None, make_console(), ""
+    perms = PermissionManager()
     messages = [{"role": "system", "content": SYSTEM}]
     while True:
         try:
+            console.print(hint, end="")
+            hint = ""
             user_input = input("> ").strip()
             if user_input in ("exit", "quit"):
                 return
@@ -127,11 +141,12 @@ def main():
                 run(user_input, messages, perms, client, console)
         except EOFError:  # Ctrl-D, or the end of piped input
             return console.print()
-        except KeyboardInterrupt:
-            console.print("\nStopped. Type 'exit' or press Ctrl-D to leave.")
+        except KeyboardInterrupt:  # printed in the try above: people press Ctrl-C twice
+            hint = "\nStopped. Type 'exit' or press Ctrl-D to leave.\n"
 
 
 if __name__ == "__main__":
+    sys.stdin = sys.stdin or open(os.devnull)  # None when it was closed by whoever started us
     sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
     sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
     main()

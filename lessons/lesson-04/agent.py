@@ -4,7 +4,9 @@
 # ///
 """Lesson 4: the window is finite: truncate, clear, compact off the real prompt_tokens, and save what was said."""
 
+import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from permissions import PermissionManager, visible
 def whole_number(name, default):
     """Return the environment variable `name` as an int above 0, or `default`; a wrong one is a person's mistake."""
     text = os.environ.get(name, "").strip() or str(default)
-    if not (text.isascii() and text.isdigit() and int(text)):
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
         print(f"{name} is {text!r}: set it to a whole number above 0, such as {default}", file=sys.stderr)
         sys.exit(2)
     return int(text)
@@ -65,8 +67,8 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
             fit_context(messages, usage["prompt_tokens"], client, console)
             with console.status("thinking"):
                 response = client.chat.completions.create(model=MODEL, messages=messages, tools=tools.get_schemas())
+            reply = first_reply(response)
             usage["prompt_tokens"] = prompt_tokens(response, messages, console)
-            reply = response.choices[0].message
             messages.append(to_message(reply))
             if reply.content:
                 console.print(visible(reply.content))
@@ -78,7 +80,7 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
-    except OpenAIError as error:
+    except (OpenAIError, ValueError) as error:  # ValueError: a key or an answer in characters that cannot be sent
         console.print(f"{client.base_url} {explain(error, client.api_key)}", style="red")
     finally:
         close_turn(messages)
@@ -86,7 +88,7 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
 
 def prompt_tokens(response, messages, console):
     """Return and show how large the request was in tokens: the provider's number; where it sends none, an estimate."""
-    tokens = response.usage.prompt_tokens if response.usage else None
+    tokens = getattr(response.usage, "prompt_tokens", None)
     mark = "" if tokens else "~"
     tokens = tokens or estimate_tokens([messages, tools.get_schemas()])
     show(console, f"prompt_tokens {mark}{tokens:,}")
@@ -98,26 +100,41 @@ def fit_context(messages, tokens, client, console):
 
     Two independent steps: where there is nothing to compact, above HARD_LIMIT as well, clearing must still be done.
     """
-    before = estimate_tokens(messages) if tokens > min(SOFT_LIMIT, HARD_LIMIT) else 0
     if tokens > SOFT_LIMIT:
+        before = estimate_tokens(messages)
         clear_old_tool_results(messages)
-        show(console, f"context ~{before:,} → ~{estimate_tokens(messages):,} tokens · cleared old tool results")
+        show_change(console, "cleared old tool results", before, messages)
     if tokens > HARD_LIMIT:
+        before = estimate_tokens(messages)
         with console.status("compacting"):
-            compacted = compact(client, MODEL, messages, warn=lambda text: show(console, text))
-        if compacted is not messages:
-            show(console, f"context ~{before:,} → ~{estimate_tokens(compacted):,} tokens · compacted")
-            messages[:] = compacted
+            messages[:] = compact(client, MODEL, messages, warn=lambda text: show(console, text))
+        show_change(console, "compacted", before, messages)
+
+
+def show_change(console, what, before, messages):
+    after = estimate_tokens(messages)
+    if after != before:
+        show(console, f"context ~{before:,} → ~{after:,} tokens · {what}")
+
+
+def first_reply(response):
+    """Return the message in the response; some servers send an error, or a web page, as if all were well."""
+    choices = getattr(response, "choices", None)
+    if not choices or not choices[0].message:
+        raise ValueError(f"no reply in what the server sent: {response}"[:500])
+    return choices[0].message
 
 
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
-    if not reply.content:  # providers refuse an empty text
+    reply.tool_calls = reply.tool_calls or None
+    if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
-    for call in message.get("tool_calls", []):  # broken arguments run nothing, and no provider takes them back
-        call["function"]["arguments"] = tools.sendable_arguments(call["function"]["arguments"])
-    return message
+    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
+        call["function"] = tools.sendable_call(call["function"])
+    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
+    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
 
 
 def close_turn(messages):
@@ -189,11 +206,13 @@ def save(messages, console):
 
 
 def main():
-    server, client, console, perms = model_server(), None, make_console(), PermissionManager()
-    messages = resume(console)
+    server, client, console, hint = model_server(), None, make_console(), ""
+    perms, messages = PermissionManager(), resume(console)
     usage = {"prompt_tokens": estimate_tokens(messages)}
     while True:
         try:
+            console.print(hint, end="")
+            hint = ""
             user_input = input("> ").strip()
             if user_input in ("exit", "quit"):
                 return
@@ -205,11 +224,12 @@ def main():
                     save(messages, console)
         except EOFError:  # Ctrl-D, or the end of piped input
             return console.print()
-        except KeyboardInterrupt:
-            console.print("\nStopped. Type 'exit' or press Ctrl-D to leave.")
+        except KeyboardInterrupt:  # printed in the try above: people press Ctrl-C twice
+            hint = "\nStopped. Type 'exit' or press Ctrl-D to leave.\n"
 
 
 if __name__ == "__main__":
+    sys.stdin = sys.stdin or open(os.devnull)  # None when it was closed by whoever started us
     sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
     sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
     main()

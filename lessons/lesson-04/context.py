@@ -22,19 +22,20 @@ Answer with the summary only.
 
 def truncate_tool_result(text, limit=MAX_TOOL_CHARS):
     """Layer 1. Keep head and tail of `text`, together `limit` characters: errors and totals stand at the end."""
-    left = len(text) - limit
-    if left <= 0:
-        return text
     half = limit // 2
+    left = len(text) - 2 * half
+    if len(text) <= limit:
+        return text
     # Without the note the model takes what it sees for the whole, and concludes wrongly.
-    return f"{text[:half]}\n[… {left} characters omitted 中间省略 {left} 字符 …]\n{text[-half:]}"
+    return f"{text[:half]}\n[… {left} characters omitted 中间省略 {left} 字符 …]\n{text[len(text) - half :]}"
 
 
 def clear_old_tool_results(messages, keep=KEEP_RECENT_TOOL_RESULTS):
-    """Layer 2. Blank all but the newest `keep` tool results, in place; no message goes, for each call needs its result."""
+    """Layer 2. Blank all but the newest `keep` tool results, in place; no message goes, each call needs its result."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in results[: max(0, len(results) - keep)]:
-        message["content"] = PLACEHOLDER
+        if len(message["content"]) > len(PLACEHOLDER):
+            message["content"] = PLACEHOLDER
     return messages
 
 
@@ -102,8 +103,9 @@ def estimate_tokens(value):
 
 def save_session(name, messages):
     """Write the session whole or not at all: a crash in between leaves the old file. OSError when it cannot."""
-    SESSION_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
-    SESSION_DIR.chmod(0o700)
+    for folder in (SESSION_DIR.parent, SESSION_DIR):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    SESSION_DIR.chmod(0o700)  # also where it is older than this rule
     data = json.dumps(messages, ensure_ascii=False, indent=1).encode(errors="replace")
     temp = tempfile.NamedTemporaryFile(dir=SESSION_DIR, prefix=".", delete=False)  # made with mode 0600
     try:
@@ -134,9 +136,18 @@ def load_session(name, warn=print):
 
 
 def is_message(value):
-    return (
-        isinstance(value, dict)
-        and value.get("role") in ("system", "user", "assistant", "tool")
-        and isinstance(value.get("content", ""), str)
-        and isinstance(value.get("tool_calls", []), list)
-    )
+    match value:
+        case {"role": "assistant", "tool_calls": [*calls]}:
+            return all(map(is_call, calls))
+        case {"role": "tool", "tool_call_id": str(), "content": str()}:
+            return True
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            return True
+    return False
+
+
+def is_call(value):
+    match value:
+        case {"id": str(), "function": {"name": str(), "arguments": str()}}:
+            return True
+    return False
