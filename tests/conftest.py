@@ -25,7 +25,8 @@ LESSON = int(os.environ.get("NAMI_LESSON") or LAST_LESSON)
 CODE = ROOT / f"lessons/lesson-{LESSON:02}" if os.environ.get("NAMI_LESSON") else ROOT
 PRIVATE = re.compile(r"^(OPENAI|NAMI)_|_API_KEY$|_PROXY$|^NO_COLOR$", re.IGNORECASE)
 
-sys.path[:0] = [str(CODE), str(ROOT / "lessons")]
+# Only the lesson's own modules: pytest run as a module would bring in the top level's for those that a lesson lacks.
+sys.path[:] = [str(CODE), str(ROOT / "lessons"), *(path for path in sys.path if path not in ("", str(ROOT)))]
 for name in [name for name in os.environ if PRIVATE.search(name) and name != "NAMI_LESSON"]:
     del os.environ[name]
 # Before the agent's modules are imported: they read it once.
@@ -133,6 +134,7 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.environ.update(env, TERM="dumb", COLUMNS="120")
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
             os.execv(sys.executable, agent_command())
         self.screen = ""
 

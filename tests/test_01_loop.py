@@ -145,13 +145,6 @@ def test_empty_text_beside_calls_never_enters_the_history(serve, notes):
     assert "" not in [message.get("content") for message in turn.messages]
 
 
-def test_half_a_character_in_a_reply_does_not_block_the_session(serve):
-    server = serve({"content": "cut emoji \ud83d"}, "second")
-    turn = run_turn("hi")
-    assert run_turn("again", turn.messages).answer == "second"
-    assert "cut emoji" in server.requests[1]["messages"][-2]["content"]
-
-
 def test_step_limit_says_so_and_leaves_a_history_that_can_be_sent(serve, notes):
     server = serve(READ_NOTES, READ_NOTES, READ_NOTES, "went on")
     done = pipe("loop\ngo on\n", NAMI_MAX_STEPS="3")
@@ -168,12 +161,7 @@ def test_step_limit_says_so_and_leaves_a_history_that_can_be_sent(serve, notes):
     [
         (404, {"error": {"message": "The model `gpt-9` does not exist", "code": None}}, "`gpt-9` does not exist"),
         (400, {"error": {"message": "tiny:1b does not support tools"}}, "tiny:1b does not support tools"),  # R033
-        (400, {"error": {"message": "first\nsecond"}}, "first second"),
-        (401, {"error": "invalid credentials"}, "invalid credentials"),
-        (401, {"detail": "Not authenticated"}, "Not authenticated"),
-        (422, {"detail": [{"msg": "field required"}]}, "field required"),
         (403, {"message": "quota used up"}, "quota used up"),
-        (404, "<html>\n<h1>404 Not Found</h1>\n</html>", "404 Not Found"),
         (401, "", "401"),
         (402, {"error": {"message": "余额不足 [bold]"}}, "余额不足 [bold]"),  # brackets are not our markup
     ],
@@ -185,27 +173,6 @@ def test_error_of_the_provider_is_one_line_with_its_reason(serve, status, body, 
     assert reason in line and str(status) in line
     assert run_turn("again", turn.messages).answer == "fine"
     assert requests_of_user(server.requests[1]["messages"]) == ["hi", "again"] and server.refusals == []  # R050
-
-
-@pytest.mark.parametrize(
-    "reply, reason",
-    [
-        ({"body": {"error": {"message": "no credits left", "code": 402}}}, "no credits left"),
-        ({"body": {"choices": None, "error": {"message": "rate limit reached", "code": 429}}}, "rate limit reached"),
-        ({"body": {"choices": []}}, ""),
-        ({"body": {"choices": [{"index": 0, "message": None, "finish_reason": "stop"}]}}, ""),
-        ({"raw": "<html>a home page, not an API</html>", "content_type": "text/html"}, "a home page"),
-        ({"raw": "<html>a home page, not an API</html>"}, ""),
-    ],
-    ids=["error only", "choices null", "choices empty", "message null", "HTML", "HTML called JSON"],
-)
-def test_error_behind_status_200_is_one_line_too(serve, reply, reason):  # R152
-    server = serve(reply, "fine")
-    turn = run_turn("hi")
-    (line,) = turn.screen.strip().splitlines()
-    assert reason in line
-    assert run_turn("again", turn.messages).answer == "fine"
-    assert server.refusals == []
 
 
 def test_error_in_step_three_keeps_the_steps_before_it(serve, notes):  # R159
@@ -224,13 +191,6 @@ def test_refused_key_is_one_line_without_the_key_and_the_prompt_comes_back(serve
     assert (done.code, done.err) == (0, "")
     assert "Incorrect API key" in done.out and KEY not in done.out
     assert "fine" in done.out and done.out.count("> ") == 3
-
-
-def test_key_that_no_header_can_carry_is_one_line(serve, monkeypatch):
-    serve("unreachable with such a key")
-    monkeypatch.setenv("OPENAI_API_KEY", "在此填写密钥")  # the placeholder of a copied instruction
-    (line,) = run_turn("hi").screen.strip().splitlines()
-    assert "在此填写密钥" not in line
 
 
 def test_unreachable_server_is_one_line_with_its_address(serve):
@@ -312,12 +272,9 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_says_how_to_leave(serve, termin
     person = terminal()
     person.expect("> ")
     os.write(person.fd, b"half a line")
-    for _ in range(10):  # Python misses a Ctrl-C that comes just before it begins to wait for the keyboard
-        person.press("C")
-        person.read(0.2)  # the echo of the key
-        person.read(0.2)
-        if "Ctrl-D" in person.screen:
-            break
+    person.expect("half a line")
+    person.read(0.2)  # Python misses a Ctrl-C that comes just before it begins to wait for the keyboard
+    person.press("C")
     assert "Ctrl-D" in person.expect("> ")
     person.type("exit")
     assert person.exit_code() == 0
@@ -330,13 +287,6 @@ def test_leaving_is_clean_and_needs_no_model(serve, text):  # R130
     done = pipe(text)
     assert (done.code, done.err, server.requests) == (0, "", [])
     assert done.out.replace("> ", "").strip() == ""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell closes the input")
-def test_closed_input_leaves_cleanly(serve):
-    serve("not asked")
-    done = run(["sh", "-c", 'exec "$@" <&-', "sh", *agent_command()])
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_piped_characters_and_answers_that_the_encoding_lacks_are_replaced(serve):  # R130: and no line end

@@ -4,7 +4,6 @@
 # ///
 """Lesson 4: the window is finite: truncate, clear, compact off the real prompt_tokens, and save what was said."""
 
-import json
 import os
 import re
 import sys
@@ -67,7 +66,7 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
             fit_context(messages, usage["prompt_tokens"], client, console)
             with console.status("thinking"):
                 response = client.chat.completions.create(model=MODEL, messages=messages, tools=tools.get_schemas())
-            reply = first_reply(response)
+            reply = response.choices[0].message
             usage["prompt_tokens"] = prompt_tokens(response, messages, console)
             messages.append(to_message(reply))
             if reply.content:
@@ -80,8 +79,9 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
-    except (OpenAIError, ValueError) as error:  # ValueError: a key or an answer in characters that cannot be sent
-        console.print(f"{client.base_url} {explain(error, client.api_key)}", style="red")
+    except OpenAIError as error:
+        reason = f"{client.base_url} {error} {error.__cause__ or ''}"
+        console.print(reason.replace(client.api_key, "***"), style="red")  # some providers repeat the key
     finally:
         close_turn(messages)
 
@@ -117,14 +117,6 @@ def show_change(console, what, before, messages):
         show(console, f"context ~{before:,} → ~{after:,} tokens · {what}")
 
 
-def first_reply(response):
-    """Return the message in the response; some servers send an error, or a web page, as if all were well."""
-    choices = getattr(response, "choices", None)
-    if not choices or not choices[0].message:
-        raise ValueError(f"no reply in what the server sent: {response}"[:500])
-    return choices[0].message
-
-
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
     reply.tool_calls = reply.tool_calls or None
@@ -133,8 +125,7 @@ def to_message(reply):
     message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
     for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
         call["function"] = tools.sendable_call(call["function"])
-    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
-    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
+    return message
 
 
 def close_turn(messages):
@@ -175,13 +166,6 @@ def make_console():
 def show(console, text):
     """Print `text` as one dim line, cut at the edge of the screen."""
     console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
-
-
-def explain(error, key):
-    """What the provider says went wrong, on one line, without the key, which some providers repeat."""
-    body = getattr(error, "body", None) or ""
-    detail = error.__cause__ or ("" if "message" in body else body)  # with a message, str(error) has it already
-    return " ".join(f"{error} {detail}".split()).replace(key, "***")
 
 
 def resume(console):
@@ -229,7 +213,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdin = sys.stdin or open(os.devnull)  # None when it was closed by whoever started us
     sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
     sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
     main()
