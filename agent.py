@@ -2,42 +2,60 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
 # ///
-"""Lesson 4: the window is finite: truncate, clear, compact off the real prompt_tokens, and save what was said."""
+"""Lesson 7: a real command line: flags, one turn from a script, providers, and clear words for every wrong setting."""
 
+import argparse
+import atexit
+import difflib
+import json
 import os
 import re
+import socket
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
 
+import context
 import tools
-from context import (
-    clear_old_tool_results,
-    compact,
-    estimate_tokens,
-    load_session,
-    save_session,
-    truncate_tool_result,
-)
+from context import append, change, estimate_tokens, repair_session, truncate_tool_result, without_id
 from permissions import PermissionManager, visible
 
 
+PROVIDERS = {  # key variable: (name, base URL, a model that calls tools); the first that is set wins
+    "OPENAI_API_KEY": ("OpenAI", "https://api.openai.com/v1", "gpt-5-mini"),
+    "DEEPSEEK_API_KEY": ("DeepSeek", "https://api.deepseek.com", "deepseek-flash"),
+    "DASHSCOPE_API_KEY": ("DashScope", "https://dashscope.aliyuncs.com/compatible-mode/v1", "qwen-plus"),
+    "MOONSHOT_API_KEY": ("Moonshot", "https://api.moonshot.cn/v1", "kimi-k2.6"),
+    "ZHIPUAI_API_KEY": ("Zhipu", "https://open.bigmodel.cn/api/paas/v4", "glm-4.7"),
+    "OPENROUTER_API_KEY": ("OpenRouter", "https://openrouter.ai/api/v1", "openai/gpt-5-mini"),
+}
+LOCAL_SERVERS = {11434: "Ollama", 1234: "LM Studio", 8080: "llama.cpp"}  # their default ports
+LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])(:|/|$)")
+
+
+def usage_error(text):
+    """A person's mistake: one line that says what to type next, and exit code 2."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
 def whole_number(name, default):
-    """Return the environment variable `name` as an int above 0, or `default`; a wrong one is a person's mistake."""
+    """Return the environment variable `name` as an int above 0, or `default`."""
     text = os.environ.get(name, "").strip() or str(default)
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        print(f"{name} is {text!r}: set it to a whole number above 0, such as {default}", file=sys.stderr)
-        sys.exit(2)
+        usage_error(f"{name} is {text!r}: set it to a whole number above 0, such as {default}")
     return int(text)
 
 
 MODEL = os.environ.get("NAMI_MODEL") or "gpt-5-mini"
+TIMEOUT = whole_number("NAMI_TIMEOUT", 600)  # seconds without a byte from the server
 SYSTEM = "You are NamiAgent, a coding agent. Look with your tools before you answer. Answer in the user's language."
 MAX_STEPS = whole_number("NAMI_MAX_STEPS", 50)  # model calls in one turn: some models never stop by themselves
 SOFT_LIMIT = whole_number("NAMI_SOFT_LIMIT", 16000)  # tokens; small, so that you see it happen
 HARD_LIMIT = whole_number("NAMI_HARD_LIMIT", 24000)
-SESSION = "default"
+tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
 STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
 
 
@@ -51,39 +69,39 @@ def handle_call(call, perms):
     return perms.check(name, fields) or tools.execute(name, fields)
 
 
-def run(user_input, messages, perms, client=None, console=None, usage=None):
-    """One turn: append to `messages` until the model answers without asking for a tool; return that answer.
-
-    usage: a dict whose "prompt_tokens", the size of the last request, is carried from turn to turn
-    """
+def run(user_input, session, perms, client=None, console=None):
+    """One turn: append to `session` until the model answers without asking for a tool; return that answer."""
     from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
 
-    client, console = client or make_client(*model_server()), console or make_console()
-    usage = {"prompt_tokens": 0} if usage is None else usage
-    messages.append({"role": "user", "content": user_input})
+    client, console = client or make_client(*model_server()[:2]), console or make_console()
+    repair_session(session)
+    append(session, {"role": "user", "content": user_input})
     try:
         for _ in range(MAX_STEPS):
-            fit_context(messages, usage["prompt_tokens"], client, console)
+            fit_context(session, client, console)
+            repair_session(session)
+            messages = list(map(without_id, session.messages))
             with console.status("thinking"):
-                response = client.chat.completions.create(model=MODEL, messages=messages, tools=tools.get_schemas())
-            reply = response.choices[0].message
-            usage["prompt_tokens"] = prompt_tokens(response, messages, console)
-            messages.append(to_message(reply))
-            if reply.content:
-                console.print(visible(reply.content))
+                response = client.chat.completions.create(
+                    model=session.model or MODEL, messages=messages, tools=tools.get_schemas()
+                )
+            reply = first_reply(response)
+            session.usage["prompt_tokens"] = prompt_tokens(response, messages, console)
+            append(session, to_message(reply))
             if not reply.tool_calls:
                 return reply.content
+            if reply.content:
+                console.print(visible(reply.content))
             for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
                 result = truncate_tool_result(handle_call(call, perms))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
-    except OpenAIError as error:
-        reason = f"{client.base_url} {error} {error.__cause__ or ''}"
-        console.print(reason.replace(client.api_key, "***"), style="red")  # some providers repeat the key
+    except (OpenAIError, ValueError) as error:  # ValueError: an answer that is no JSON
+        console.print(visible(explain(error, client)), style="red")
     finally:
-        close_turn(messages)
+        close_turn(session)
 
 
 def prompt_tokens(response, messages, console):
@@ -95,26 +113,67 @@ def prompt_tokens(response, messages, console):
     return tokens
 
 
-def fit_context(messages, tokens, client, console):
-    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT, in place.
+def fit_context(session, client, console):
+    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT.
 
     Two independent steps: where there is nothing to compact, above HARD_LIMIT as well, clearing must still be done.
     """
+    tokens = session.usage.get("prompt_tokens", 0)
     if tokens > SOFT_LIMIT:
-        before = estimate_tokens(messages)
-        clear_old_tool_results(messages)
-        show_change(console, "cleared old tool results", before, messages)
+        before = estimate_tokens(session.messages)
+        messages = context.clear_old_tool_results([dict(message) for message in session.messages])
+        show_change(console, "clear", before, messages, session)
     if tokens > HARD_LIMIT:
-        before = estimate_tokens(messages)
+        before = estimate_tokens(session.messages)
         with console.status("compacting"):
-            messages[:] = compact(client, MODEL, messages, warn=lambda text: show(console, text))
-        show_change(console, "compacted", before, messages)
+            messages = context.compact(
+                client, session.model or MODEL, session.messages, warn=lambda text: show(console, text)
+            )
+        show_change(console, "compact", before, messages, session)
 
 
-def show_change(console, what, before, messages):
+def show_change(console, kind, before, messages, session):
     after = estimate_tokens(messages)
     if after != before:
-        show(console, f"context ~{before:,} → ~{after:,} tokens · {what}")
+        change(session, kind, messages)
+        show(console, f"context ~{before:,} → ~{after:,} tokens · {kind}")
+
+
+def first_reply(response):
+    """Return the message in the response; some servers send an error, or a web page, as if all were well."""
+    choices = getattr(response, "choices", None)
+    if not choices or not choices[0].message:
+        raise ValueError(f"no reply in what the server sent: {response}")
+    return choices[0].message
+
+
+def explain(error, client):
+    """Return on one line what went wrong and what to do; never the key, which some providers repeat."""
+    body, status = getattr(error, "body", None) or "", getattr(error, "status_code", None)
+    detail = error.__cause__ or ("" if "message" in body else body)  # with a message, str(error) has it already
+    text = f"{error} {detail}"[:600]
+    if "tool" in text and "support" in text:
+        hint = "This model cannot call tools: choose another with /model NAME."
+    elif status in (400, 404) and "model" in text:
+        hint = f"{list_models(client)} Choose one with /model NAME."
+    elif status in (401, 403):
+        hint = "Check the key."
+    elif status == 404:
+        hint = f"The address was {client.base_url}chat/completions; most base URLs end in /v1."
+    else:
+        hint = f"Is the server at {client.base_url} running? It may take {TIMEOUT} seconds (NAMI_TIMEOUT)." * (
+            not status
+        )
+    return " ".join(f"{text} {hint}".split()).replace(client.api_key, "***")
+
+
+def list_models(client):
+    """Return the names of the models that the server has as a sentence; nothing when it does not tell."""
+    try:
+        names = [model.id for model in client.with_options(timeout=3, max_retries=0).models.list().data]
+    except Exception:  # whatever it answers: this is only a hint
+        return ""
+    return f"It has {', '.join(names[:20])}."
 
 
 def to_message(reply):
@@ -125,42 +184,94 @@ def to_message(reply):
     message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
     for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
         call["function"] = tools.sendable_call(call["function"])
-    return message
+    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
+    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
 
 
-def close_turn(messages):
-    """Keep `messages` sendable after Ctrl-C or an error: every call gets a result, the turn ends with the assistant."""
-    done = 0
+def close_turn(session):
+    """Keep the session sendable after Ctrl-C or an error: each call gets a result, the turn ends with the assistant."""
+    messages, done = session.messages, 0
     while messages[-1 - done]["role"] == "tool":
         done += 1
     for call in messages[-1 - done].get("tool_calls", [])[done:]:
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": STOPPED})
+        append(session, {"role": "tool", "tool_call_id": call["id"], "content": STOPPED})
     if messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": STOPPED})
+        append(session, {"role": "assistant", "content": STOPPED})
 
 
-def model_server():
-    """Return (base URL, key) from the environment; with neither set, those of the practice model, offline."""
-    url, key = (os.environ.get(name, "").strip() for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"))
-    if not url and not key:
-        here = Path(__file__).resolve().parent
-        sys.path += [str(here / "lessons"), str(here.parent)]
-        import practice_server
+def model_server(options=None):
+    """Return (base URL, key, model, a line for the person): a flag beats a variable, a variable what is found.
 
-        url = practice_server.start().url
-        lines = practice_server.suggest(tools.TOOLS)
-        print(f"No OPENAI_API_KEY: the practice model answers, by fixed rules. Try: {' · '.join(lines)}")
-    return url or "https://api.openai.com/v1", key or "no-key"  # a server on your own machine needs none
+    OPENAI_BASE_URL goes with OPENAI_API_KEY; then the first of PROVIDERS that has a key; then the practice model.
+    """
+    demo, url, model = (options.demo, options.base_url, options.model) if options else (False, None, None)
+    url, model = clean_url(url or os.environ.get("OPENAI_BASE_URL", "")), model or os.environ.get("NAMI_MODEL")
+    if url and not demo:
+        local = LOOPBACK.match(url)
+        key = read_key("OPENAI_API_KEY", check=not local) or (local and "no-key")
+        return (
+            url,
+            key or usage_error(f"{url} needs a key: set OPENAI_API_KEY"),
+            model or MODEL,
+            f"{model or MODEL}, {url}",
+        )
+    for variable, (name, url, default) in PROVIDERS.items():
+        if not demo and (key := read_key(variable)):
+            return url, key, model or default, f"{model or default}, {name} (by {variable})"
+    here = Path(__file__).resolve().parent
+    sys.path += [str(here / "lessons"), str(here.parent)]
+    import practice_server
+
+    lines = " · ".join(practice_server.suggest(tools.TOOLS))
+    line = f"No OPENAI_API_KEY, nor another (--help): the practice model answers, by fixed rules. Try: {lines}"
+    return practice_server.start().url, "no-key", "practice", line
+
+
+def clean_url(text):
+    """Return a base URL as the SDK wants it: people paste it with a slash at the end, or the whole address."""
+    url = text.strip().strip("'\"").rstrip("/").removesuffix("/chat/completions")
+    if url and not re.match(r"https?://[^\s/]+(/\S*)?$", url):
+        usage_error(f"the base URL {url!r} must look like https://api.example.com/v1 or http://127.0.0.1:11434/v1")
+    return url
+
+
+def read_key(variable, check=True):
+    """Return the key in an environment variable, or ""; what cannot be a key is a person's mistake."""
+    key = os.environ.get(variable, "").strip().strip("'\"")
+    if check and re.search(r"[^!-~]|your|\.\.\.|xxx|[<>{}]", key, re.IGNORECASE):
+        usage_error(
+            f"{variable} holds no key but a placeholder, or a key with a space or a foreign letter: set it again"
+        )
+    return key
+
+
+def local_servers():
+    """Return a line for each model server that listens on this machine: its models, and how to use it."""
+    lines = []
+    for port, name in LOCAL_SERVERS.items():
+        with socket.socket() as probe:
+            probe.settimeout(0.2)
+            if probe.connect_ex(("127.0.0.1", port)):
+                continue
+        url = f"http://127.0.0.1:{port}/v1"
+        lines.append(f"{name} runs here: --base-url {url} --model NAME. {list_models(make_client(url, 'no-key'))}")
+    return lines
 
 
 def make_client(url, key):
-    from openai import OpenAI
+    """Return the SDK's client. On this machine no proxy is asked, one that cannot be used is a person's mistake."""
+    from openai import DefaultHttpxClient, OpenAI
 
-    return OpenAI(base_url=url, api_key=key)
+    try:
+        http_client = DefaultHttpxClient(trust_env=False) if LOOPBACK.match(url) else None
+        return OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, http_client=http_client)
+    except Exception as error:  # a SOCKS proxy is an ImportError, a URL nobody can read an error of the transport
+        usage_error(f"cannot ask {url}: {error} (look at ALL_PROXY, HTTPS_PROXY and the base URL)")
 
 
-def make_console():
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)  # a model's text is not our markup
+def make_console(stderr=False):
+    # A model's text is not our markup.
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def show(console, text):
@@ -168,51 +279,245 @@ def show(console, text):
     console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
-def resume(console):
-    """Return the messages of the last run, under today's system prompt; only that when there are none."""
+def system_prompt(console):
+    """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
+    place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
+    rules = context.project_rules(Path.cwd(), console.print)
+    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(console.print).items()]
+    listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
+    return "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+
+
+def new_session(console):
+    return context.new_session(Path.cwd(), system_prompt(console), warn=console.print)
+
+
+def open_session(name, console):
+    """Return the session whose name is `name`, or alone begins with it. ValueError says what can be typed instead."""
+    names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
+    if name not in names and len(names) != 1:
+        raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; /sessions lists them")
+    session = context.open_session(
+        name if name in names else names[0], system_prompt(console), Path.cwd(), console.print
+    )
+    if session is None:
+        raise ValueError(f"there is nothing to go on with in the session {name}")
+    console.print(
+        visible(f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
+    )
+    if session.workspace != str(Path.cwd()):
+        console.print(
+            visible(f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}."), style="yellow"
+        )
+    return session
+
+
+def latest_session(console):
+    """Return the newest session of this folder, or a new one."""
+    for path, header in context.saved_sessions():
+        # A broken file does not tell its folder, but its name does; its log still has every message.
+        mine = (
+            path.name.startswith(f"{Path.cwd().name}-")
+            if header is None
+            else header.get("workspace") == str(Path.cwd())
+        )
+        if mine:
+            try:
+                return open_session(path.stem, console)
+            except ValueError as error:
+                console.print(str(error))
+    return new_session(console)
+
+
+def list_sessions(console):
+    """Show the saved sessions, newest first; * marks those of this folder."""
+    broken = []
+    for path, header in context.saved_sessions():
+        if header is None:
+            broken.append(path.name)
+            continue
+        mark = "*" if header.get("workspace") == str(Path.cwd()) else " "
+        minutes = int(time.time() - path.stat().st_mtime) // 60
+        age = (
+            f"{minutes} min" if minutes < 120 else f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
+        )
+        numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
+        console.print(visible(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}"))
+        show(console, f"    {header.get('title', '')}")
+    if broken:
+        console.print(f"{len(broken)} cannot be read: {', '.join(broken)}", style="yellow")
+
+
+COMMANDS = {
+    "/help": "show these lines",
+    "/model": "NAME: use another model from now on; without a name: say which one it is",
+    "/sessions": "list the saved sessions, newest first; * marks those of this folder",
+    "/resume": "NAME: go on with a saved session; the beginning of its name is enough",
+    "/new": "start a new session",
+    "/tree": "show the requests of this session with their ids and branches; * is where you are",
+    "/fork": "ID: a new session that goes on after that request, with the original texts",
+    "/undo": "take back the last request and all that followed it; files are not changed",
+    "/exit": "leave; exit, quit and Ctrl-D do the same",
+}
+
+
+def command(line, session, console):
+    """Do what a slash command says; return the session to go on with. ValueError: what to type instead."""
+    name, _, argument = line.partition(" ")
+    match name:
+        case "/help":
+            console.print("\n".join(f"{name:<10} {text}" for name, text in COMMANDS.items()))
+        case "/model":
+            session.model = argument.strip() or session.model
+            console.print(f"The model is {session.model}.")
+        case "/sessions":
+            list_sessions(console)
+        case "/resume":
+            return open_session(argument.strip(), console)
+        case "/new":
+            return new_session(console)
+        case "/tree":
+            console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
+        case "/fork":
+            session = context.fork(session, argument.strip())
+            console.print(f"Now in the new session {session.name} with {session.turns} turns.")
+        case "/undo":
+            request = context.undo(session)
+            console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
+        case _:
+            near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+            raise ValueError(f"There is no {name}. {f'Did you mean {near[0]}?' if near else '/help shows all.'}")
+    return session
+
+
+EXAMPLES = """examples:
+  python agent.py                                    go on with the latest session of this folder
+  git diff | python agent.py -p "review this diff"   one turn; stdout gets the answer alone
+  python agent.py --base-url http://127.0.0.1:11434/v1 --model qwen3:8b
+
+Keys: OPENAI_API_KEY, DEEPSEEK_API_KEY, DASHSCOPE_API_KEY, MOONSHOT_API_KEY, ZHIPUAI_API_KEY or OPENROUTER_API_KEY."""
+
+
+def parse_options(arguments):
+    parser = argparse.ArgumentParser(
+        prog="agent.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = lambda message: usage_error(f"{message}; --help shows the options")
+    parser.add_argument(
+        "-p", dest="prompt", metavar="PROMPT", help="one turn, then exit: 0 done, 1 failed, 130 stopped"
+    )
+    parser.add_argument("--new", action="store_true", help="start a new session")
+    parser.add_argument("--session", metavar="NAME", help="go on with this session; with --new: its name")
+    parser.add_argument("--sessions", action="store_true", help="list the saved sessions")
+    parser.add_argument("--yes", action="store_true", help="approve what would be asked, without showing it")
+    parser.add_argument("--demo", action="store_true", help="use the practice model, offline")
+    parser.add_argument("--model", metavar="NAME", help="the model; else NAMI_MODEL")
+    parser.add_argument("--base-url", metavar="URL", help="the model server; else OPENAI_BASE_URL")
+    return parser.parse_args(arguments)
+
+
+def choose_session(options, console):
+    """Return the session that the flags ask for. A turn from a script is in a new one unless it is named."""
+    if options.session and not options.new:
+        return open_session(options.session, console)
+    if not options.new and options.prompt is None:
+        return latest_session(console)
+    session = new_session(console)
+    session.name = options.session or session.name
+    if context.session_path(session.name).exists():
+        raise ValueError(f"the session {session.name} exists: leave out --new to go on with it")
+    return session
+
+
+def one_turn(prompt, session, perms, client, console):
+    """Answer `prompt`, with what is piped in added; only the answer goes to stdout. Return the exit code."""
+    piped = "" if sys.stdin.isatty() else sys.stdin.read()
+    request = "\n\n".join(filter(str.strip, [prompt, piped]))
+    if not request:
+        usage_error("-p needs a prompt, such as: -p 'what is in this folder?'")
+    answer = run(request, session, perms, client, console)
+    if answer:
+        print(answer)
+    return 0 if answer else 1
+
+
+def set_up_input():
+    """Tab completes slash commands and the arrow keys recall earlier input, where Python has readline."""
     try:
-        saved = load_session(SESSION, console.print) or []
-    except OSError as error:
-        console.print(f"Cannot read saved sessions: {error}", style="red")
-        saved = []
-    messages = [{"role": "system", "content": SYSTEM}, *(m for m in saved if m["role"] != "system")]
-    if saved:
-        close_turn(messages)
-        console.print(f"Resumed the session '{SESSION}' with {len(saved)} messages.")
-    return messages
-
-
-def save(messages, console):
+        import readline
+    except ImportError:  # Windows has its own recall
+        return
+    readline.set_completer_delims("")
+    readline.set_completer(lambda text, i: ([name for name in COMMANDS if name.startswith(text)] + [None])[i])
+    readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
+    history = context.STATE_DIR / "history"
     try:
-        save_session(SESSION, messages)
-    except OSError as error:  # a full disk must not end the conversation
-        console.print(f"Not saved, the conversation goes on in memory only: {error}", style="red")
+        context.make_folders()
+        os.close(os.open(history, os.O_CREAT | os.O_RDWR, 0o600))
+        readline.read_history_file(history)
+        readline.set_history_length(1000)
+        atexit.register(readline.write_history_file, history)
+    except OSError:  # no place for it: this run's own input is still recalled
+        pass
 
 
-def main():
-    server, client, console, hint = model_server(), None, make_console(), ""
-    perms, messages = PermissionManager(), resume(console)
-    usage = {"prompt_tokens": estimate_tokens(messages)}
+def repl(session, perms, server, console):
+    """Read requests until the person leaves."""
+    client, hint = None, ""
     while True:
         try:
             console.print(hint, end="")
             hint = ""
             user_input = input("> ").strip()
-            if user_input in ("exit", "quit"):
+            if user_input in ("exit", "quit", "/exit"):
                 return
-            if user_input:
+            if re.match("/[a-z]*( |$)", user_input):  # a request may begin with a path
+                session = command(user_input, session, console)
+            elif user_input:
                 client = client or make_client(*server)
-                try:
-                    run(user_input, messages, perms, client, console, usage)
-                finally:
-                    save(messages, console)
+                if answer := run(user_input, session, perms, client, console):
+                    console.print(visible(answer))
         except EOFError:  # Ctrl-D, or the end of piped input
             return console.print()
+        except ValueError as error:  # of a slash command: what to type instead
+            console.print(visible(str(error)))
         except KeyboardInterrupt:  # printed in the try above: people press Ctrl-C twice
             hint = "\nStopped. Type 'exit' or press Ctrl-D to leave.\n"
 
 
+def main(arguments=None):
+    """Run the command line; return the exit code."""
+    options = parse_options(arguments)
+    console = make_console(stderr=options.prompt is not None)
+    if os.environ.get("NAMI_STATE_DIR") and context.STATE_DIR.resolve().is_relative_to(Path.cwd()):
+        usage_error(
+            "NAMI_STATE_DIR lies in the workspace, where the agent could rewrite its own memory: set another one"
+        )
+    if options.sessions:
+        return list_sessions(console)
+    url, key, model, line = model_server(options)
+    console.print(line)
+    try:
+        session = choose_session(options, console)
+    except ValueError as error:
+        usage_error(str(error))
+    session.model = model
+    perms = PermissionManager(ask=(lambda question: "yes") if options.yes else None)
+    try:
+        if options.prompt is not None:
+            return one_turn(options.prompt, session, perms, make_client(url, key), console)
+        if sys.stdin.isatty():
+            set_up_input()
+            if model == "practice":
+                for line in local_servers():
+                    console.print(line)
+        repl(session, perms, (url, key), console)
+    except KeyboardInterrupt:
+        return 130
+
+
 if __name__ == "__main__":
+    sys.stdin = sys.stdin or open(os.devnull)  # None when it was closed by whoever started us
     sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
     sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
-    main()
+    sys.exit(main())

@@ -35,6 +35,9 @@ os.environ["NAMI_STATE_DIR"] = str(STATE_DIR)
 
 import practice_server  # noqa: E402
 
+if LESSON >= 4:
+    import context  # noqa: E402
+
 
 def pytest_unconfigure():
     shutil.rmtree(STATE_DIR.parent, ignore_errors=True)
@@ -94,14 +97,26 @@ def run_turn(user_input, messages=None, ask=None, **options):
     screen = io.StringIO()
     console = Console(file=screen, markup=False, emoji=False, highlight=False, soft_wrap=True, width=200)
     messages = [{"role": "system", "content": agent.SYSTEM}] if messages is None else messages
-    arguments = [user_input, messages]
+    arguments = [user_input, as_session(messages, console) if LESSON >= 6 else messages]
     if LESSON >= 3:
         from permissions import PermissionManager
 
         answers = iter(ask) if isinstance(ask, list) else None
         arguments.append(PermissionManager(ask=(lambda question: next(answers)) if answers else ask or nobody))
-    answer = agent.run(*arguments, console=console, **options)
+    try:
+        answer = agent.run(*arguments, console=console, **options)
+    finally:
+        if LESSON >= 6:
+            messages[:] = map(context.without_id, arguments[1].messages)
+    if answer and LESSON >= 7:  # from then on the caller shows the answer
+        console.print(answer)
     return SimpleNamespace(answer=answer, messages=messages, screen=screen.getvalue())
+
+
+def as_session(messages, console):
+    session = context.new_session(Path.cwd(), messages[0]["content"], warn=console.print)
+    context.append(session, *messages[1:])
+    return session
 
 
 def nobody(question):

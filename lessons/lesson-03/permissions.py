@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # The agent's own memory. context.STATE_DIR is the same folder; each module can be copied without the other.
-STATE_DIR = Path(os.environ.get("NAMI_STATE_DIR") or "~/.nami-agent").expanduser()
+STATE_DIR = Path(os.path.expanduser(os.environ.get("NAMI_STATE_DIR") or "~/.nami-agent"))
 READS = {"read_file", "list_files"}  # these run unasked inside the workspace; a tool not named here asks
 ANSWERS = {"y": "yes", "yes": "yes", "a": "always", "always": "always", "n": "no", "no": "no"}
 
@@ -76,7 +76,8 @@ def ask_in_terminal(question):
     if not sys.stdin.isatty():
         raise EOFError
     details, _, prompt = question.rpartition("\n")
-    print(details)
+    if details:
+        print(details)
     return input(prompt)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 MAX_TOOL_CHARS = 4000
 KEEP_RECENT_TOOL_RESULTS = 3
 KEEP_LAST_TURNS = 2
-STATE_DIR = Path(os.environ.get("NAMI_STATE_DIR") or "~/.nami-agent").expanduser()
+STATE_DIR = Path(os.path.expanduser(os.environ.get("NAMI_STATE_DIR") or "~/.nami-agent"))
 SESSION_DIR = STATE_DIR / "sessions"  # outside the workspace: the agent must not read or rewrite its own memory
 PLACEHOLDER = "[old tool result cleared 旧的工具结果已清除; call the tool again if you need it 需要时可再次调用]"
 SUMMARY_PROMPT = """Summarise the conversation below so that the work can go on from your summary alone.

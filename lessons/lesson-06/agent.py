@@ -1,0 +1,297 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# ///
+"""Lesson 6: a session loses nothing: every message is logged, a crash is repaired, and earlier points can be forked."""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+import context
+import tools
+from context import append, change, estimate_tokens, repair_session, truncate_tool_result, without_id
+from permissions import PermissionManager, visible
+
+
+def whole_number(name, default):
+    """Return the environment variable `name` as an int above 0, or `default`; a wrong one is a person's mistake."""
+    text = os.environ.get(name, "").strip() or str(default)
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        print(f"{name} is {text!r}: set it to a whole number above 0, such as {default}", file=sys.stderr)
+        sys.exit(2)
+    return int(text)
+
+
+MODEL = os.environ.get("NAMI_MODEL") or "gpt-5-mini"
+SYSTEM = "You are NamiAgent, a coding agent. Look with your tools before you answer. Answer in the user's language."
+MAX_STEPS = whole_number("NAMI_MAX_STEPS", 50)  # model calls in one turn: some models never stop by themselves
+SOFT_LIMIT = whole_number("NAMI_SOFT_LIMIT", 16000)  # tokens; small, so that you see it happen
+HARD_LIMIT = whole_number("NAMI_HARD_LIMIT", 24000)
+tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
+STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
+
+
+def handle_call(call, perms):
+    """Run one tool call if it may; return its result. A failure or a denial is a result too: the model reads it."""
+    name, arguments = call.function.name, call.function.arguments
+    try:
+        fields = tools.parse_arguments(name, arguments)
+    except ValueError:  # nobody is asked about a call that cannot run; execute says what is wrong with it
+        return tools.execute(name, arguments)
+    return perms.check(name, fields) or tools.execute(name, fields)
+
+
+def run(user_input, session, perms, client=None, console=None):
+    """One turn: append to `session` until the model answers without asking for a tool; return that answer."""
+    from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
+
+    client, console = client or make_client(*model_server()), console or make_console()
+    repair_session(session)
+    append(session, {"role": "user", "content": user_input})
+    try:
+        for _ in range(MAX_STEPS):
+            fit_context(session, client, console)
+            repair_session(session)
+            messages = list(map(without_id, session.messages))
+            with console.status("thinking"):
+                response = client.chat.completions.create(model=MODEL, messages=messages, tools=tools.get_schemas())
+            reply = response.choices[0].message
+            session.usage["prompt_tokens"] = prompt_tokens(response, messages, console)
+            append(session, to_message(reply))
+            if reply.content:
+                console.print(visible(reply.content))
+            if not reply.tool_calls:
+                return reply.content
+            for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
+                show(console, f"→ {call.function.name} {call.function.arguments}")
+                result = truncate_tool_result(handle_call(call, perms))
+                append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
+                show(console, f"← {result}")
+        console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
+    except OpenAIError as error:
+        reason = f"{client.base_url} {error} {error.__cause__ or ''}"
+        console.print(reason.replace(client.api_key, "***"), style="red")  # some providers repeat the key
+    finally:
+        close_turn(session)
+
+
+def prompt_tokens(response, messages, console):
+    """Return and show how large the request was in tokens: the provider's number; where it sends none, an estimate."""
+    tokens = getattr(response.usage, "prompt_tokens", None)
+    mark = "" if tokens else "~"
+    tokens = tokens or estimate_tokens([messages, tools.get_schemas()])
+    show(console, f"prompt_tokens {mark}{tokens:,}")
+    return tokens
+
+
+def fit_context(session, client, console):
+    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT.
+
+    Two independent steps: where there is nothing to compact, above HARD_LIMIT as well, clearing must still be done.
+    """
+    tokens = session.usage.get("prompt_tokens", 0)
+    if tokens > SOFT_LIMIT:
+        before = estimate_tokens(session.messages)
+        messages = context.clear_old_tool_results([dict(message) for message in session.messages])
+        show_change(console, "clear", before, messages, session)
+    if tokens > HARD_LIMIT:
+        before = estimate_tokens(session.messages)
+        with console.status("compacting"):
+            messages = context.compact(client, MODEL, session.messages, warn=lambda text: show(console, text))
+        show_change(console, "compact", before, messages, session)
+
+
+def show_change(console, kind, before, messages, session):
+    after = estimate_tokens(messages)
+    if after != before:
+        change(session, kind, messages)
+        show(console, f"context ~{before:,} → ~{after:,} tokens · {kind}")
+
+
+def to_message(reply):
+    """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
+    reply.tool_calls = reply.tool_calls or None
+    if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
+        reply.content = None if reply.tool_calls else "(empty reply)"
+    message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
+    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
+        call["function"] = tools.sendable_call(call["function"])
+    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
+    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
+
+
+def close_turn(session):
+    """Keep the session sendable after Ctrl-C or an error: each call gets a result, the turn ends with the assistant."""
+    messages, done = session.messages, 0
+    while messages[-1 - done]["role"] == "tool":
+        done += 1
+    for call in messages[-1 - done].get("tool_calls", [])[done:]:
+        append(session, {"role": "tool", "tool_call_id": call["id"], "content": STOPPED})
+    if messages[-1]["role"] != "assistant":
+        append(session, {"role": "assistant", "content": STOPPED})
+
+
+def model_server():
+    """Return (base URL, key) from the environment; with neither set, those of the practice model, offline."""
+    url, key = (os.environ.get(name, "").strip() for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"))
+    if not url and not key:
+        here = Path(__file__).resolve().parent
+        sys.path += [str(here / "lessons"), str(here.parent)]
+        import practice_server
+
+        url = practice_server.start().url
+        lines = practice_server.suggest(tools.TOOLS)
+        print(f"No OPENAI_API_KEY: the practice model answers, by fixed rules. Try: {' · '.join(lines)}")
+    return url or "https://api.openai.com/v1", key or "no-key"  # a server on your own machine needs none
+
+
+def make_client(url, key):
+    from openai import OpenAI
+
+    return OpenAI(base_url=url, api_key=key)
+
+
+def make_console():
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)  # a model's text is not our markup
+
+
+def show(console, text):
+    """Print `text` as one dim line, cut at the edge of the screen."""
+    console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
+
+
+def system_prompt(console):
+    """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
+    place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
+    rules = context.project_rules(Path.cwd(), console.print)
+    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(console.print).items()]
+    listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
+    return "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+
+
+def new_session(console):
+    return context.new_session(Path.cwd(), system_prompt(console), MODEL, console.print)
+
+
+def open_session(name, console):
+    """Return the session whose name is `name`, or alone begins with it. ValueError says what can be typed instead."""
+    names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
+    if name not in names and len(names) != 1:
+        raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; /sessions lists them")
+    session = context.open_session(
+        name if name in names else names[0], system_prompt(console), Path.cwd(), console.print
+    )
+    if session is None:
+        raise ValueError(f"there is nothing to go on with in the session {name}")
+    console.print(
+        visible(f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
+    )
+    if session.workspace != str(Path.cwd()):
+        console.print(
+            visible(f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}."), style="yellow"
+        )
+    return session
+
+
+def latest_session(console):
+    """Return the newest session of this folder, or a new one."""
+    for path, header in context.saved_sessions():
+        # A broken file does not tell its folder, but its name does; its log still has every message.
+        mine = (
+            path.name.startswith(f"{Path.cwd().name}-")
+            if header is None
+            else header.get("workspace") == str(Path.cwd())
+        )
+        if mine:
+            try:
+                return open_session(path.stem, console)
+            except ValueError as error:
+                console.print(str(error))
+    return new_session(console)
+
+
+def list_sessions(console):
+    """Show the saved sessions, newest first; * marks those of this folder."""
+    broken = []
+    for path, header in context.saved_sessions():
+        if header is None:
+            broken.append(path.name)
+            continue
+        mark = "*" if header.get("workspace") == str(Path.cwd()) else " "
+        minutes = int(time.time() - path.stat().st_mtime) // 60
+        age = (
+            f"{minutes} min" if minutes < 120 else f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
+        )
+        numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
+        console.print(visible(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}"))
+        show(console, f"    {header.get('title', '')}")
+    if broken:
+        console.print(f"{len(broken)} cannot be read: {', '.join(broken)}", style="yellow")
+
+
+COMMANDS = {
+    "/sessions": "list the saved sessions, newest first; * marks those of this folder",
+    "/resume": "NAME: go on with a saved session; the beginning of its name is enough",
+    "/new": "start a new session",
+    "/tree": "show the requests of this session with their ids and branches; * is where you are",
+    "/fork": "ID: a new session that goes on after that request, with the original texts",
+    "/undo": "take back the last request and all that followed it; files are not changed",
+}
+
+
+def command(line, session, console):
+    """Do what a slash command says; return the session to go on with. ValueError: what to type instead."""
+    name, _, argument = line.partition(" ")
+    match name:
+        case "/sessions":
+            list_sessions(console)
+        case "/resume":
+            return open_session(argument.strip(), console)
+        case "/new":
+            return new_session(console)
+        case "/tree":
+            console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
+        case "/fork":
+            session = context.fork(session, argument.strip())
+            console.print(f"Now in the new session {session.name} with {session.turns} turns.")
+        case "/undo":
+            request = context.undo(session)
+            console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
+        case _:
+            raise ValueError(f"There is no {name}; there are {', '.join(COMMANDS)}")
+    return session
+
+
+def main():
+    server, client, console, hint = model_server(), None, make_console(), ""
+    perms, session = PermissionManager(), latest_session(console)
+    while True:
+        try:
+            console.print(hint, end="")
+            hint = ""
+            user_input = input("> ").strip()
+            if user_input in ("exit", "quit"):
+                return
+            if re.match("/[a-z]*( |$)", user_input):  # a request may begin with a path
+                session = command(user_input, session, console)
+            elif user_input:
+                client = client or make_client(*server)
+                run(user_input, session, perms, client, console)
+        except EOFError:  # Ctrl-D, or the end of piped input
+            return console.print()
+        except ValueError as error:  # of a slash command: what to type instead
+            console.print(visible(str(error)))
+        except KeyboardInterrupt:  # printed in the try above: people press Ctrl-C twice
+            hint = "\nStopped. Type 'exit' or press Ctrl-D to leave.\n"
+
+
+if __name__ == "__main__":
+    sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
+    sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
+    main()
