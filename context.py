@@ -43,7 +43,7 @@ def project_rules(workspace, warn=print):
         try:
             text = read_inside(path, path.parent.resolve() if path.parent == STATE_DIR else root)
             parts.append(f"Rules from {path}:\n{truncate_tool_result(text, MAX_RULES_CHARS)}")
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a loop
             warn(f"Skipped {path}: {error}")
     return "\n\n".join(parts)
 
@@ -60,7 +60,7 @@ def find_skills(warn=print):
                 if name in skills:
                     raise ValueError(f"there is a skill {name} already")
                 skills[name] = description[:MAX_DESCRIPTION_CHARS], f"(from {folder})\n{text}"
-            except (OSError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a loop
                 warn(f"Skipped the skill in {folder}: {error}")
     return skills
 
@@ -81,7 +81,7 @@ def read_inside(path, root):
         raise ValueError("it is a link that leads out of its folder")
     if not path.is_file():
         raise ValueError(f"there is no file {path.name}")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def load_skill(name: str) -> str:
@@ -195,12 +195,13 @@ class Session:
     last_id: int = 0  # the newest record of the log
     log_size: int = 0  # how many bytes of the log this view knows
     messages: list = field(default_factory=list)  # dicts; their "id" is the record in the log, and is never sent
+    lines: list = field(default_factory=list)  # each message as JSON text: made once, not at every saving
     log: object = None  # the open log file; also the lock
     warn: object = print
     problem: str = ""  # why the last saving failed
 
 
-SAVED = [name for name in Session.__dataclass_fields__ if name not in ("name", "messages", "log", "warn", "problem")]
+SAVED = [name for name in Session.__dataclass_fields__ if name not in ("name", "messages", "lines", "log", "warn", "problem")]
 
 
 def append(session, *messages):
@@ -209,15 +210,18 @@ def append(session, *messages):
     for message in map(without_id, messages):
         lines.append(log_line(session, "message", message=message))
         session.messages.append({**message, "id": session.last_id})
+        session.lines.append(to_text(session.messages[-1]))
         if message["role"] == "user":
             session.turns += 1
             session.title = session.title or " ".join(message["content"].split())[:80]
+    if len(messages) > 1:  # taken over from elsewhere: nobody has counted them yet
+        session.usage["prompt_tokens"] = estimate_tokens(session.messages)
     store(session, lines)
 
 
 def change(session, kind, messages, **details):
     """Make `messages` the view, after clearing, a summary, a repair or undo; the log keeps what was there before."""
-    session.messages = messages
+    session.messages, session.lines = messages, []
     store(session, [log_line(session, kind, **details)])
 
 
@@ -230,13 +234,15 @@ def log_line(session, kind, **data):
 def store(session, lines):
     """Write the log first, then the view. A full disk must not end the conversation: say so once, go on in memory."""
     session.updated = now()
+    if len(session.lines) != len(session.messages):
+        session.lines = list(map(to_text, session.messages))
     try:
         session.log = session.log or open_log(session.name)
         for line in lines:
-            session.log.write(json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n")
+            session.log.write(to_text(line).encode(errors="replace") + b"\n")
         session.log.flush()
         session.log_size = session.log.tell()
-        save_session(session.name, session.messages, **{name: getattr(session, name) for name in SAVED})
+        write_view(session.name, session.lines, {name: getattr(session, name) for name in SAVED})
     except OSError as error:
         if str(error) != session.problem:
             session.warn(f"Not saved, the conversation goes on in memory only: {error}")
@@ -301,23 +307,31 @@ def new_session(workspace, system, model="", warn=print):
     return Session(name, str(workspace), model, created=now(), messages=messages, warn=warn)
 
 
-def save_session(name, messages, **fields):
+def save_session(name, messages):
+    """Write `messages` as the view of session `name`."""
+    write_view(name, map(to_text, messages), {})
+
+
+def write_view(name, lines, header):
     """Write the view whole or not at all: a crash in between leaves the old file. OSError when it cannot.
 
     The first line holds all but the messages, so that a list of sessions reads one line of each.
     """
     make_folders()
-    header = json.dumps({"format": 1, **fields, "name": name}, ensure_ascii=False)[:-1] + ', "messages": [\n'
-    lines = ",\n".join(json.dumps(message, ensure_ascii=False) for message in messages)
+    first = to_text({"format": 1, "name": name, **header})[:-1] + ', "messages": [\n'
     temp = tempfile.NamedTemporaryFile(dir=SESSION_DIR, prefix=".", delete=False)  # made with mode 0600
     try:
         with temp:
-            temp.write(f"{header}{lines}\n]}}\n".encode(errors="replace"))
+            temp.write((first + ",\n".join(lines) + "\n]}\n").encode(errors="replace"))
             temp.flush()
             os.fsync(temp.fileno())
         os.replace(temp.name, session_path(name))
     finally:
         Path(temp.name).unlink(missing_ok=True)  # still there only when writing failed
+
+
+def to_text(value):
+    return json.dumps(value, ensure_ascii=False)
 
 
 def load_session(name, warn=print):
@@ -355,7 +369,8 @@ def open_session(name, system, workspace, warn=print):
     records = read_log(name, view.get("log_size", 0) if view else 0)
     if view is None and not records:
         return None
-    view = view or {"messages": originals(records, records[-1]["id"])}  # the view is gone: the log has everything
+    # The view is gone: the log has everything.
+    view = view or {"messages": originals(records, records[-1]["id"]), "log_size": 0, "workspace": str(workspace)}
     session = Session(name, **{key: view[key] for key in SAVED if key in view}, warn=warn)
     messages = [message for message in view["messages"] if message["role"] != "system"]
     for line in records:  # what was logged when we were killed before the view was saved

@@ -1,14 +1,19 @@
 """How fast, how large: python tests/bench.py prints one table. Nothing here passes or fails; compare within one run."""
 
+import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 
-from conftest import CODE, Terminal, practice_server, run_turn
+from conftest import CODE, LESSON, STATE_DIR, Terminal, as_session, context, practice_server, run_turn
+from rich.console import Console
+from rich.table import Table
 
 RUNS = 5
+CONSOLE = Console()
 
 
 def median_of(measure):
@@ -48,8 +53,7 @@ def time_step(count):
             return response
 
         client.chat.completions.create = timed
-        texts = [{"role": ("user", "assistant")[i % 2], "content": f"{i} ".ljust(2000, "x")} for i in range(count)]
-        messages = [{"role": "system", "content": "system"}, *texts]
+        messages = [{"role": "system", "content": "system"}, *texts(count)]
         start = time.perf_counter()
         run_turn("go", messages, client=client)
         return time.perf_counter() - start - sum(waited)
@@ -62,6 +66,56 @@ def peak_memory():
     return int(done.stdout) / (1024 if sys.platform != "darwin" else 1024**2)
 
 
+def texts(count):
+    return [{"role": ("user", "assistant")[i % 2], "content": f"{i} ".ljust(2000, "x")} for i in range(count)]
+
+
+def time_saving():
+    """Seconds to save one more message in a session of 1,000 messages of 2 kB."""
+    session = as_session([{"role": "system", "content": "system"}, *texts(1000)], CONSOLE)
+    start = time.perf_counter()
+    context.append(session, {"role": "user", "content": "x" * 2000})
+    return time.perf_counter() - start
+
+
+def time_resume(count):
+    """Seconds to open a session of ten messages whose log has `count` records before them."""
+    session = as_session([{"role": "system", "content": "system"}, *texts(10)], CONSOLE)
+    session.log.close()
+    log = context.session_path(session.name, context.LOG)
+    line = json.dumps({"id": 0, "parent": None, "time": "", "kind": "message", "message": texts(1)[0]}) + "\n"
+    old = log.read_bytes()
+    log.write_bytes((line * count).encode() + old)
+    view = context.session_path(session.name)
+    view.write_text(view.read_text().replace(f'"log_size": {len(old)}', f'"log_size": {log.stat().st_size}'))
+    start = time.perf_counter()
+    again = context.open_session(session.name, "system", CODE)
+    seconds = time.perf_counter() - start
+    again.log.close()
+    return seconds
+
+
+def time_list(count):
+    """Seconds to read the headers of `count` sessions of 200 kB."""
+    shutil.rmtree(STATE_DIR)
+    session = as_session([{"role": "system", "content": "system"}, *texts(100)], CONSOLE)
+    view = context.session_path(session.name)
+    for i in range(count):
+        shutil.copy(view, view.with_name(f"copy-{i}.json"))
+    start = time.perf_counter()
+    assert len(list(context.saved_sessions())) == count + 1
+    seconds = time.perf_counter() - start
+    shutil.rmtree(STATE_DIR)
+    return seconds
+
+
+def session_rows():
+    yield "save one message, 1,000 of 2 kB in the session", f"{median_of(time_saving) * 1000:.1f} ms"
+    yield "resume, log of 10 messages", f"{median_of(lambda: time_resume(0)) * 1000:.1f} ms"
+    yield "resume, log of 100,000 messages", f"{time_resume(100_000) * 1000:.1f} ms"
+    yield "list 10,000 sessions of 200 kB", f"{time_list(10_000) * 1000:.0f} ms"
+
+
 def rows():
     yield "python -c pass", f"{median_of(lambda: time_command('-c', 'pass')) * 1000:.0f} ms"
     yield "python -c 'import openai'", f"{median_of(lambda: time_command('-c', 'import openai')) * 1000:.0f} ms"
@@ -72,14 +126,12 @@ def rows():
     time_step(1)  # imports
     for count in (10, 100, 1000):
         yield f"our time in a step, {count:,} messages", f"{median_of(lambda count=count: time_step(count)) * 1000:.1f} ms"
+    shutil.rmtree(STATE_DIR, ignore_errors=True)
     yield "peak memory, 1,000 messages", f"{peak_memory():.0f} MB"
 
 
 if __name__ == "__main__":
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("median of 5", "figure", title=f"{CODE.name}, Python {sys.version.split()[0]}")
-    for name, figure in rows():
+    for name, figure in [*rows(), *(session_rows() if LESSON >= 6 else [])]:
         table.add_row(name, figure)
-    Console().print(table)
+    CONSOLE.print(table)

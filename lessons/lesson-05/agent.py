@@ -174,8 +174,12 @@ def show(console, text):
 
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
-    rules = project_rules(Path.cwd(), console.print)
-    skills = [f"- {name}: {description}" for name, (description, _) in find_skills(console.print).items()]
+
+    def warn(text):
+        console.print(visible(text), style="yellow")
+
+    rules = project_rules(Path.cwd(), warn)
+    skills = [f"- {name}: {description}" for name, (description, _) in find_skills(warn).items()]
     listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
     return "\n\n".join([SYSTEM, *filter(None, [rules, listing if skills else ""])])
 

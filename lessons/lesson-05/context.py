@@ -37,7 +37,7 @@ def project_rules(workspace, warn=print):
         try:
             text = read_inside(path, path.parent.resolve() if path.parent == STATE_DIR else root)
             parts.append(f"Rules from {path}:\n{truncate_tool_result(text, MAX_RULES_CHARS)}")
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a loop
             warn(f"Skipped {path}: {error}")
     return "\n\n".join(parts)
 
@@ -54,7 +54,7 @@ def find_skills(warn=print):
                 if name in skills:
                     raise ValueError(f"there is a skill {name} already")
                 skills[name] = description[:MAX_DESCRIPTION_CHARS], f"(from {folder})\n{text}"
-            except (OSError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a loop
                 warn(f"Skipped the skill in {folder}: {error}")
     return skills
 
@@ -75,7 +75,7 @@ def read_inside(path, root):
         raise ValueError("it is a link that leads out of its folder")
     if not path.is_file():
         raise ValueError(f"there is no file {path.name}")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def load_skill(name: str) -> str:

@@ -169,8 +169,12 @@ def show(console, text):
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
-    rules = context.project_rules(Path.cwd(), console.print)
-    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(console.print).items()]
+
+    def warn(text):
+        console.print(visible(text), style="yellow")
+
+    rules = context.project_rules(Path.cwd(), warn)
+    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(warn).items()]
     listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
     return "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
 
@@ -230,7 +234,9 @@ def list_sessions(console):
         )
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
         console.print(visible(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}"))
-        show(console, f"    {header.get('title', '')}")
+        console.print(
+            visible(f"    {header.get('title', '')}"), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False
+        )
     if broken:
         console.print(f"{len(broken)} cannot be read: {', '.join(broken)}", style="yellow")
 
@@ -278,7 +284,7 @@ def main():
             user_input = input("> ").strip()
             if user_input in ("exit", "quit"):
                 return
-            if re.match("/[a-z]*( |$)", user_input):  # a request may begin with a path
+            if re.match(r"/\w*( |$)", user_input):  # a request may begin with a path
                 session = command(user_input, session, console)
             elif user_input:
                 client = client or make_client(*server)

@@ -32,7 +32,7 @@ PROVIDERS = {  # key variable: (name, base URL, a model that calls tools); the f
     "OPENROUTER_API_KEY": ("OpenRouter", "https://openrouter.ai/api/v1", "openai/gpt-5-mini"),
 }
 LOCAL_SERVERS = {11434: "Ollama", 1234: "LM Studio", 8080: "llama.cpp"}  # their default ports
-LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])(:|/|$)")
+LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])(:|/|$)", re.IGNORECASE)
 
 
 def usage_error(text):
@@ -159,7 +159,7 @@ def explain(error, client):
     elif status in (401, 403):
         hint = "Check the key."
     elif status == 404:
-        hint = f"The address was {client.base_url}chat/completions; most base URLs end in /v1."
+        hint = f"The address was {str(client.base_url).rstrip('/')}/chat/completions; most base URLs end in /v1."
     else:
         hint = f"Is the server at {client.base_url} running? It may take {TIMEOUT} seconds (NAMI_TIMEOUT)." * (
             not status
@@ -208,7 +208,7 @@ def model_server(options=None):
     url, model = clean_url(url or os.environ.get("OPENAI_BASE_URL", "")), model or os.environ.get("NAMI_MODEL")
     if url and not demo:
         local = LOOPBACK.match(url)
-        key = read_key("OPENAI_API_KEY", check=not local) or (local and "no-key")
+        key = read_key("OPENAI_API_KEY", local) or (local and "no-key")
         return (
             url,
             key or usage_error(f"{url} needs a key: set OPENAI_API_KEY"),
@@ -223,22 +223,25 @@ def model_server(options=None):
     import practice_server
 
     lines = " · ".join(practice_server.suggest(tools.TOOLS))
-    line = f"No OPENAI_API_KEY, nor another (--help): the practice model answers, by fixed rules. Try: {lines}"
+    why = "" if demo else "No OPENAI_API_KEY, nor another (--help): "
+    line = f"{why}the practice model answers, by fixed rules. Try: {lines}"
     return practice_server.start().url, "no-key", "practice", line
 
 
 def clean_url(text):
     """Return a base URL as the SDK wants it: people paste it with a slash at the end, or the whole address."""
     url = text.strip().strip("'\"").rstrip("/").removesuffix("/chat/completions")
-    if url and not re.match(r"https?://[^\s/]+(/\S*)?$", url):
+    if url and not re.match(r"https?://[^\s/]+(/\S*)?$", url, re.IGNORECASE):
         usage_error(f"the base URL {url!r} must look like https://api.example.com/v1 or http://127.0.0.1:11434/v1")
     return url
 
 
-def read_key(variable, check=True):
-    """Return the key in an environment variable, or ""; what cannot be a key is a person's mistake."""
+def read_key(variable, local=False):
+    """Return the key in an environment variable, or ""; what cannot be one is a person's mistake, or needed by nobody."""
     key = os.environ.get(variable, "").strip().strip("'\"")
-    if check and re.search(r"[^!-~]|your|\.\.\.|xxx|[<>{}]", key, re.IGNORECASE):
+    if local and re.search("[^!-~]", key):
+        return ""
+    if not local and re.search(r"[^!-~]|your[-_]|\.\.\.|xxxx|^x+$|[<>{}]", key, re.IGNORECASE):
         usage_error(
             f"{variable} holds no key but a placeholder, or a key with a space or a foreign letter: set it again"
         )
@@ -254,7 +257,8 @@ def local_servers():
             if probe.connect_ex(("127.0.0.1", port)):
                 continue
         url = f"http://127.0.0.1:{port}/v1"
-        lines.append(f"{name} runs here: --base-url {url} --model NAME. {list_models(make_client(url, 'no-key'))}")
+        if models := list_models(make_client(url, "no-key")):  # else it is some other program
+            lines.append(f"{name} runs here: --base-url {url} --model NAME. {models}")
     return lines
 
 
@@ -282,8 +286,12 @@ def show(console, text):
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
-    rules = context.project_rules(Path.cwd(), console.print)
-    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(console.print).items()]
+
+    def warn(text):
+        console.print(visible(text), style="yellow")
+
+    rules = context.project_rules(Path.cwd(), warn)
+    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(warn).items()]
     listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
     return "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
 
@@ -296,7 +304,7 @@ def open_session(name, console):
     """Return the session whose name is `name`, or alone begins with it. ValueError says what can be typed instead."""
     names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
     if name not in names and len(names) != 1:
-        raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; /sessions lists them")
+        raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; --sessions or /sessions lists them")
     session = context.open_session(
         name if name in names else names[0], system_prompt(console), Path.cwd(), console.print
     )
@@ -343,7 +351,9 @@ def list_sessions(console):
         )
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
         console.print(visible(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}"))
-        show(console, f"    {header.get('title', '')}")
+        console.print(
+            visible(f"    {header.get('title', '')}"), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False
+        )
     if broken:
         console.print(f"{len(broken)} cannot be read: {', '.join(broken)}", style="yellow")
 
@@ -385,7 +395,7 @@ def command(line, session, console):
             request = context.undo(session)
             console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
         case _:
-            near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+            near = difflib.get_close_matches(name.lower(), COMMANDS, 1, 0.5)
             raise ValueError(f"There is no {name}. {f'Did you mean {near[0]}?' if near else '/help shows all.'}")
     return session
 
@@ -418,7 +428,7 @@ def parse_options(arguments):
 
 def choose_session(options, console):
     """Return the session that the flags ask for. A turn from a script is in a new one unless it is named."""
-    if options.session and not options.new:
+    if options.session is not None and not options.new:
         return open_session(options.session, console)
     if not options.new and options.prompt is None:
         return latest_session(console)
@@ -439,6 +449,11 @@ def one_turn(prompt, session, perms, client, console):
     if answer:
         print(answer)
     return 0 if answer else 1
+
+
+def nobody(question):
+    """The answer to a permission question in a script: there is nobody to ask."""
+    raise EOFError
 
 
 def set_up_input():
@@ -471,8 +486,11 @@ def repl(session, perms, server, console):
             user_input = input("> ").strip()
             if user_input in ("exit", "quit", "/exit"):
                 return
-            if re.match("/[a-z]*( |$)", user_input):  # a request may begin with a path
-                session = command(user_input, session, console)
+            if re.match(r"/\w*( |$)", user_input):  # a request may begin with a path
+                model, session = session.model, command(user_input, session, console)
+                session.model = (
+                    session.model if user_input.startswith("/model") else model
+                )  # a session may have had another
             elif user_input:
                 client = client or make_client(*server)
                 if answer := run(user_input, session, perms, client, console):
@@ -502,7 +520,8 @@ def main(arguments=None):
     except ValueError as error:
         usage_error(str(error))
     session.model = model
-    perms = PermissionManager(ask=(lambda question: "yes") if options.yes else None)
+    ask = (lambda question: "yes") if options.yes else nobody if options.prompt is not None else None
+    perms = PermissionManager(ask=ask)
     try:
         if options.prompt is not None:
             return one_turn(options.prompt, session, perms, make_client(url, key), console)
