@@ -6,10 +6,12 @@
 
 import argparse
 import atexit
+import contextlib
 import difflib
 import json
 import os
 import re
+import secrets
 import socket
 import sys
 import time
@@ -19,7 +21,7 @@ from rich.console import Console
 
 import context
 import tools
-from context import append, change, estimate_tokens, repair_session, truncate_tool_result, without_id
+from context import append, change, estimate_tokens, repair_session, sendable, truncate_tool_result
 from permissions import PermissionManager, visible
 
 
@@ -74,13 +76,13 @@ def run(user_input, session, perms, client=None, console=None):
     from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
 
     client, console = client or make_client(*model_server()[:2]), console or make_console()
-    repair_session(session)
+    repair_session(session, closed=True)
     append(session, {"role": "user", "content": user_input})
     try:
         for _ in range(MAX_STEPS):
             fit_context(session, client, console)
             repair_session(session)
-            messages = list(map(without_id, session.messages))
+            messages = list(map(sendable, session.messages))
             with console.status("thinking"):
                 response = client.chat.completions.create(
                     model=session.model or MODEL, messages=messages, tools=tools.get_schemas()
@@ -94,7 +96,9 @@ def run(user_input, session, perms, client=None, console=None):
                 console.print(visible(reply.content))
             for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
-                result = truncate_tool_result(handle_call(call, perms))
+                result = handle_call(call, perms)
+                if call.function.name != "load_skill":  # instructions must arrive whole
+                    result = truncate_tool_result(result)
                 append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
@@ -140,19 +144,26 @@ def show_change(console, kind, before, messages, session):
 
 
 def first_reply(response):
-    """Return the message in the response; some servers send an error, or a web page, as if all were well."""
-    choices = getattr(response, "choices", None)
-    if not choices or not choices[0].message:
+    """Return the message in the response; ValueError when there is none: some send an error as if all were well."""
+    try:
+        reply = response.choices[0].message
+        texts = [reply.content or "", *(call.function.name or "" for call in reply.tool_calls or [])]
+        texts += [call.id or "" for call in reply.tool_calls or []]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        texts = [None]
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"no reply in what the server sent: {response}")
-    return choices[0].message
+    return reply
 
 
 def explain(error, client):
     """Return on one line what went wrong and what to do; never the key, which some providers repeat."""
     body, status = getattr(error, "body", None) or "", getattr(error, "status_code", None)
-    detail = error.__cause__ or ("" if "message" in body else body)  # with a message, str(error) has it already
-    text = f"{error} {detail}"[:600]
-    if "tool" in text and "support" in text:
+    detail = error.__cause__ or ("" if "message" in str(body) else body)  # with a message, str(error) has it already
+    text = f"{error} {detail}".replace(client.api_key, "***")[:600]
+    if "context" in text and "length" in text:
+        hint = "The conversation is too long for this model: take the last request back (/undo) or start afresh (/new)."
+    elif "tool" in text and "support" in text:
         hint = "This model cannot call tools: choose another with /model NAME."
     elif status in (400, 404) and "model" in text:
         hint = f"{list_models(client)} Choose one with /model NAME."
@@ -164,13 +175,13 @@ def explain(error, client):
         hint = f"Is the server at {client.base_url} running? It may take {TIMEOUT} seconds (NAMI_TIMEOUT)." * (
             not status
         )
-    return " ".join(f"{text} {hint}".split()).replace(client.api_key, "***")
+    return " ".join(f"{text} {hint}".split())
 
 
 def list_models(client):
     """Return the names of the models that the server has as a sentence; nothing when it does not tell."""
     try:
-        names = [model.id for model in client.with_options(timeout=3, max_retries=0).models.list().data]
+        names = [model.id for model in client.with_options(timeout=1, max_retries=0).models.list().data]
     except Exception:  # whatever it answers: this is only a hint
         return ""
     return f"It has {', '.join(names[:20])}."
@@ -181,10 +192,11 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
-    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
-        call["function"] = tools.sendable_call(call["function"])
-    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
+    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    for call in reply.tool_calls or []:
+        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
+    if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
+        message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
     return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -208,13 +220,8 @@ def model_server(options=None):
     url, model = clean_url(url or os.environ.get("OPENAI_BASE_URL", "")), model or os.environ.get("NAMI_MODEL")
     if url and not demo:
         local = LOOPBACK.match(url)
-        key = read_key("OPENAI_API_KEY", local) or (local and "no-key")
-        return (
-            url,
-            key or usage_error(f"{url} needs a key: set OPENAI_API_KEY"),
-            model or MODEL,
-            f"{model or MODEL}, {url}",
-        )
+        key = read_key("OPENAI_API_KEY", local) or (local and "no-key") or usage_error(f"{url} needs OPENAI_API_KEY")
+        return url, key, model or MODEL, f"{model or MODEL}, {re.sub('//[^/]*@', '//***@', url)}"
     for variable, (name, url, default) in PROVIDERS.items():
         if not demo and (key := read_key(variable)):
             return url, key, model or default, f"{model or default}, {name} (by {variable})"
@@ -237,7 +244,7 @@ def clean_url(text):
 
 
 def read_key(variable, local=False):
-    """Return the key in an environment variable, or ""; what cannot be one is a person's mistake, or needed by nobody."""
+    """Return the key in an environment variable, or "". What cannot be a key is a mistake, unless none is needed."""
     key = os.environ.get(variable, "").strip().strip("'\"")
     if local and re.search("[^!-~]", key):
         return ""
@@ -286,13 +293,15 @@ def show(console, text):
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
+
     def warn(text):
         console.print(visible(text), style="yellow")
 
     rules = context.project_rules(Path.cwd(), warn)
     skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(warn).items()]
     listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
-    return "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+    text = "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+    return context.clean(text)  # the name of the folder may hold a byte that is no character
 
 
 def new_session(console):
@@ -312,7 +321,7 @@ def open_session(name, console):
     console.print(
         visible(f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
     )
-    if session.workspace != str(Path.cwd()):
+    if session.workspace != context.clean(str(Path.cwd())):
         console.print(
             visible(f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}."), style="yellow"
         )
@@ -321,38 +330,36 @@ def open_session(name, console):
 
 def latest_session(console):
     """Return the newest session of this folder, or a new one."""
+    here = context.clean(str(Path.cwd()))
+    ours = re.compile(re.escape(context.folder_name(Path.cwd())) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
     for path, header in context.saved_sessions():
         # A broken file does not tell its folder, but its name does; its log still has every message.
-        mine = (
-            path.name.startswith(f"{Path.cwd().name}-")
-            if header is None
-            else header.get("workspace") == str(Path.cwd())
-        )
-        if mine:
+        if ours.fullmatch(path.stem) if header is None else header.get("workspace") == here:
             try:
                 return open_session(path.stem, console)
             except ValueError as error:
-                console.print(str(error))
+                console.print(visible(str(error)))
     return new_session(console)
 
 
 def list_sessions(console):
     """Show the saved sessions, newest first; * marks those of this folder."""
-    broken = []
+    lines, broken, here = [], [], context.clean(str(Path.cwd()))
     for path, header in context.saved_sessions():
         if header is None:
             broken.append(path.name)
             continue
-        mark = "*" if header.get("workspace") == str(Path.cwd()) else " "
+        mark = "*" if header.get("workspace") == here else " "
         minutes = int(time.time() - path.stat().st_mtime) // 60
         age = (
             f"{minutes} min" if minutes < 120 else f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
         )
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
-        console.print(visible(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}"))
-        console.print(visible(f"    {header.get('title', '')}"), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
+        lines.append(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}")
+        lines.append(f"    {header.get('title', '')}")
     if broken:
-        console.print(f"{len(broken)} cannot be read: {', '.join(broken)}", style="yellow")
+        lines.append(f"{len(broken)} cannot be read: {', '.join(broken)}")
+    console.print(visible("\n".join(lines)))
 
 
 COMMANDS = {
@@ -380,13 +387,16 @@ def command(line, session, console):
         case "/sessions":
             list_sessions(console)
         case "/resume":
+            context.close(session)
             return open_session(argument.strip(), console)
         case "/new":
+            context.close(session)
             return new_session(console)
         case "/tree":
             console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
         case "/fork":
-            session = context.fork(session, argument.strip())
+            session, left = context.fork(session, argument.strip()), session
+            context.close(left)
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
             request = context.undo(session)
@@ -439,12 +449,12 @@ def choose_session(options, console):
 def one_turn(prompt, session, perms, client, console):
     """Answer `prompt`, with what is piped in added; only the answer goes to stdout. Return the exit code."""
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
-    request = "\n\n".join(filter(str.strip, [prompt, piped]))
+    request = context.clean("\n\n".join(filter(str.strip, [prompt, piped])))
     if not request:
         usage_error("-p needs a prompt, such as: -p 'what is in this folder?'")
     answer = run(request, session, perms, client, console)
     if answer:
-        print(answer)
+        print(visible(answer) if sys.stdout.isatty() else answer)
     return 0 if answer else 1
 
 
@@ -468,9 +478,16 @@ def set_up_input():
         os.close(os.open(history, os.O_CREAT | os.O_RDWR, 0o600))
         readline.read_history_file(history)
         readline.set_history_length(1000)
-        atexit.register(readline.write_history_file, history)
+        atexit.register(save_history, history)
     except OSError:  # no place for it: this run's own input is still recalled
         pass
+
+
+def save_history(path):
+    import readline
+
+    with contextlib.suppress(OSError):
+        readline.write_history_file(path)
 
 
 def repl(session, perms, server, console):
@@ -481,11 +498,13 @@ def repl(session, perms, server, console):
             console.print(hint, end="")
             hint = ""
             user_input = input("> ").strip()
-            if user_input in ("exit", "quit", "/exit"):
+            if user_input in ("exit", "quit") or user_input.split()[:1] == ["/exit"]:
                 return
             if re.match(r"/\w*( |$)", user_input):  # a request may begin with a path
                 model, session = session.model, command(user_input, session, console)
-                session.model = session.model if user_input.startswith("/model") else model  # a session may have had another
+                session.model = (
+                    session.model if user_input.startswith("/model") else model
+                )  # a session may have had another
             elif user_input:
                 client = client or make_client(*server)
                 if answer := run(user_input, session, perms, client, console):
@@ -502,6 +521,10 @@ def main(arguments=None):
     """Run the command line; return the exit code."""
     options = parse_options(arguments)
     console = make_console(stderr=options.prompt is not None)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        usage_error("this folder has been deleted: go to another one")
     if os.environ.get("NAMI_STATE_DIR") and context.STATE_DIR.resolve().is_relative_to(Path.cwd()):
         usage_error(
             "NAMI_STATE_DIR lies in the workspace, where the agent could rewrite its own memory: set another one"
@@ -532,6 +555,13 @@ def main(arguments=None):
 
 if __name__ == "__main__":
     sys.stdin = sys.stdin or open(os.devnull)  # None when it was closed by whoever started us
+    sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stdin.reconfigure(errors="replace")  # half a character typed or piped in must not end the program
     sys.stdout.reconfigure(errors="replace")  # nor one that this terminal cannot show
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as in `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)

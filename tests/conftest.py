@@ -107,7 +107,7 @@ def run_turn(user_input, messages=None, ask=None, **options):
         answer = agent.run(*arguments, console=console, **options)
     finally:
         if LESSON >= 6:
-            messages[:] = map(context.without_id, arguments[1].messages)
+            messages[:] = map(context.sendable, arguments[1].messages)
     if answer and LESSON >= 7:  # from then on the caller shows the answer
         console.print(answer)
     return SimpleNamespace(answer=answer, messages=messages, screen=screen.getvalue())

@@ -1,4 +1,4 @@
-"""Sessions: every message is on disk before the next one, a crash is repaired, and earlier points can be gone back to."""
+"""Sessions: every message is on disk before the next, a crash is repaired, and earlier points can be reached again."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ import context
 import practice_server
 import pytest
 from conftest import CODE, STATE_DIR, call, pipe
-from context import append, change, fork, repair, session_path, tree, undo, without_id
+from context import append, change, fork, repair, session_path, tree, undo, sendable
 from permissions import PermissionManager
 
 PROMPT = "Be brief."
@@ -75,7 +75,7 @@ def reopen(name="x", said=None):
 
 
 def plain(session):
-    return list(map(without_id, session.messages))
+    return list(map(sendable, session.messages))
 
 
 def view_path(name="x"):
@@ -344,11 +344,8 @@ BROKEN = {
     "number": b"7",
     "no messages": b"{}",
     "messages are no list": b'{"log_size": 0, "messages": {"role": "user"}}',
-    "usage is a list": b'{"log_size": 0, "usage": [], "messages": []}',
-    "usage holds text": b'{"log_size": 0, "usage": {"prompt_tokens": "many"}, "messages": []}',
-    "turns is text": b'{"log_size": 0, "turns": "two", "messages": []}',
-    "last_id is text": b'{"log_size": 0, "last_id": "7", "messages": []}',
 }
+WRONG_FIELDS = ['"usage": []', '"usage": {"prompt_tokens": "many"}', '"turns": "two"', '"last_id": "7"', '"plan": null']
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
@@ -363,6 +360,16 @@ def test_a_broken_view_is_set_aside_and_rebuilt_from_the_log(data, serve):  # R1
     assert plain(reopen()) == [SYSTEM, *turns(1, 2), user("go on"), says("done")]
     assert sum("x.json" in line for line in said) == 1
     assert data in [path.read_bytes() for path in view_path().parent.iterdir()]
+
+
+@pytest.mark.parametrize("field", WRONG_FIELDS)
+def test_a_field_of_the_wrong_type_is_left_out_and_the_rest_loads(field, start):
+    saved(*turns(1, 2))
+    put(f'{{"log_size": 0, {field}, "messages": []}}'.encode())
+    assert re.search(r"^\W*x ", start("/new", "/sessions"), re.MULTILINE)
+    session = reopen()
+    append(session, *turns(3))
+    assert plain(session) == [SYSTEM, *turns(1, 2, 3)] and len(tree(session)) == 3
 
 
 def test_a_rebuilt_session_is_whole_again_at_the_next_start(serve, start):  # R137: also when nothing was said meanwhile
@@ -634,7 +641,7 @@ def no_permission(path):
 
 
 UNREADABLE |= {"unreadable": no_permission}
-SEEN_IN_THE_LIST = ["empty", "cut", "NULs at the end", "only NULs", "number", "usage is a list", "usage holds text"]
+SEEN_IN_THE_LIST = ["empty", "cut", "NULs at the end", "only NULs", "number"]
 FILES = {name: (lambda path, data=BROKEN[name]: path.write_bytes(data)) for name in SEEN_IN_THE_LIST}
 
 

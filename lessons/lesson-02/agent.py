@@ -5,6 +5,7 @@
 """Lesson 2: the loop stays as it was; what the agent can do is a table of tools, each one plain function."""
 
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -57,9 +58,11 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
-    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
-        call["function"] = tools.sendable_call(call["function"])
+    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    for call in reply.tool_calls or []:
+        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
+    if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
+        message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
     return message
 
 

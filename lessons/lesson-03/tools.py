@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 MAX_RESULT_CHARS = 8000
+MAX_OUTPUT_BYTES = 1_000_000
 HIDDEN_FOLDERS = {".git", ".venv", ".nami-agent", ".pytest_cache", "node_modules", "__pycache__"}
 JSON_TYPES = {str: "string", int: "integer", bool: "boolean"}
 
@@ -75,7 +76,7 @@ def list_files(pattern: str = "*") -> str:
 
     pattern: which ones, such as *.py or src/*; a folder stands for all that is in it
     """
-    pattern = Path(pattern).as_posix()
+    pattern = Path(os.path.relpath(os.path.expanduser(pattern or "."))).as_posix()
     folder = "" if pattern == "." else f"{pattern}/"
     # fnmatch lets * cross slashes; "**/" means any folders, or none.
     globs = [pattern.replace("**/", "*/"), pattern.replace("**/", "")]
@@ -114,8 +115,11 @@ def run_shell(command: str, timeout: int = 120) -> str:
         except BaseException:  # Ctrl-C above all
             kill_group(process)
             raise
+        size = os.fstat(output.fileno()).st_size
         output.seek(0)
-        text = output.read().decode(errors="replace")
+        text = output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+    if size > MAX_OUTPUT_BYTES:  # `yes` writes gigabytes
+        status += f", the first {MAX_OUTPUT_BYTES} of {size} bytes of output:"
     return f"{status}\n{text or '(no output)'}"
 
 
@@ -184,19 +188,17 @@ def decode_arguments(arguments):
     return arguments
 
 
-def sendable_call(function):
-    """Return {"name", "arguments"} as providers take them back in the history: a plain name, the JSON of an object."""
-    name, arguments = function.get("name"), function.get("arguments")
+def sendable_call(call):
+    """Return a tool call as every provider takes it back in the history: an id, a plain name, the JSON of an object."""
+    name, arguments = call.function.name or "", call.function.arguments
     try:
         fields = decode_arguments(arguments)
     except ValueError:
         arguments = "{}"
     else:
         arguments = arguments if isinstance(arguments, str) and arguments.strip() else json.dumps(fields)
-    return {
-        "name": name if re.fullmatch(r"[\w-]{1,64}", name or "", re.ASCII) else "no_such_tool",
-        "arguments": arguments,
-    }
+    name = name if re.fullmatch(r"[\w-]{1,64}", name, re.ASCII) else "no_such_tool"
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parse_arguments(name, arguments):

@@ -6,6 +6,7 @@
 
 import os
 import re
+import secrets
 import sys
 from pathlib import Path
 
@@ -23,12 +24,17 @@ from context import (
 from permissions import PermissionManager, visible
 
 
+def usage_error(text):
+    """A person's mistake: one line that says what to type next, and exit code 2."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
 def whole_number(name, default):
-    """Return the environment variable `name` as an int above 0, or `default`; a wrong one is a person's mistake."""
+    """Return the environment variable `name` as an int above 0, or `default`."""
     text = os.environ.get(name, "").strip() or str(default)
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        print(f"{name} is {text!r}: set it to a whole number above 0, such as {default}", file=sys.stderr)
-        sys.exit(2)
+        usage_error(f"{name} is {text!r}: set it to a whole number above 0, such as {default}")
     return int(text)
 
 
@@ -81,7 +87,7 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
     except OpenAIError as error:
         reason = f"{client.base_url} {error} {error.__cause__ or ''}"
-        console.print(reason.replace(client.api_key, "***"), style="red")  # some providers repeat the key
+        console.print(visible(reason.replace(client.api_key, "***")), style="red")  # some providers repeat the key
     finally:
         close_turn(messages)
 
@@ -122,9 +128,11 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
-    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
-        call["function"] = tools.sendable_call(call["function"])
+    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    for call in reply.tool_calls or []:
+        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
+    if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
+        message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
     return message
 
 

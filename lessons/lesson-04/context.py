@@ -34,7 +34,7 @@ def clear_old_tool_results(messages, keep=KEEP_RECENT_TOOL_RESULTS):
     """Layer 2. Blank all but the newest `keep` tool results, in place; no message goes, each call needs its result."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in results[: max(0, len(results) - keep)]:
-        if len(message["content"]) > len(PLACEHOLDER):
+        if estimate_tokens(message["content"]) > estimate_tokens(PLACEHOLDER):
             message["content"] = PLACEHOLDER
     return messages
 
@@ -85,7 +85,7 @@ def summarise(client, model, old, warn):
         choice = response.choices[0]
         text = (choice.message.content or "").strip()
     except Exception as error:  # whatever went wrong, the history stays and the work goes on
-        warn(f"no summary, the history stays as it is: {error}")
+        warn(f"no summary ({type(error).__name__}), the history stays as it is")  # its text may repeat the key
         return None
     finish = getattr(choice, "finish_reason", "stop")
     if not text or finish in ("length", "content_filter") or getattr(choice.message, "tool_calls", None):
@@ -103,6 +103,8 @@ def estimate_tokens(value):
 
 def save_session(name, messages):
     """Write the session whole or not at all: a crash in between leaves the old file. OSError when it cannot."""
+    if STATE_DIR.parts[0] == "~":
+        raise OSError("there is no home folder; set NAMI_STATE_DIR to a folder")
     for folder in (SESSION_DIR.parent, SESSION_DIR):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     SESSION_DIR.chmod(0o700)  # also where it is older than this rule

@@ -46,7 +46,8 @@ def find_skills(warn=print):
     """Return the skills as {name: (description, text)}; a broken one is skipped with a word."""
     skills = {}
     for place in SKILL_FOLDERS:
-        for folder in sorted(place.glob("[!.]*/")):
+        folders = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
+        for folder in (path for path in folders if path.is_dir() and not path.name.startswith(".")):
             try:
                 # Those of the workspace may not lead out of it; the person's own may be links to anywhere.
                 root = folder.resolve() if STATE_DIR in folder.parents else Path.cwd()
@@ -61,7 +62,7 @@ def find_skills(warn=print):
 
 def parse_skill(text):
     """Return (name, description, body) of a SKILL.md: lines `key: value` between two lines of ---, then the body."""
-    parts = re.match(r"---\s*\n(.*?)^---\s*\n(.*)", text, re.DOTALL | re.MULTILINE)
+    parts = re.match(r"---[ \t]*\n(.*?)^---[ \t]*\n(.*)", text, re.DOTALL | re.MULTILINE)
     fields = dict(re.findall(r"^(\w+):((?:.*\n)(?:[ \t]+.*\n)*)", parts[1] if parts else "", re.MULTILINE))
     name, description = (" ".join(fields.get(key, "").strip(" >|-\"'\n").split()) for key in ("name", "description"))
     if not re.fullmatch(r"[\w-]{1,64}", name) or not description:
@@ -103,7 +104,7 @@ def clear_old_tool_results(messages, keep=KEEP_RECENT_TOOL_RESULTS):
     """Layer 2. Blank all but the newest `keep` tool results, in place; no message goes, each call needs its result."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in results[: max(0, len(results) - keep)]:
-        if len(message["content"]) > len(PLACEHOLDER):
+        if estimate_tokens(message["content"]) > estimate_tokens(PLACEHOLDER):
             message["content"] = PLACEHOLDER
     return messages
 
@@ -154,7 +155,7 @@ def summarise(client, model, old, warn):
         choice = response.choices[0]
         text = (choice.message.content or "").strip()
     except Exception as error:  # whatever went wrong, the history stays and the work goes on
-        warn(f"no summary, the history stays as it is: {error}")
+        warn(f"no summary ({type(error).__name__}), the history stays as it is")  # its text may repeat the key
         return None
     finish = getattr(choice, "finish_reason", "stop")
     if not text or finish in ("length", "content_filter") or getattr(choice.message, "tool_calls", None):
@@ -172,6 +173,8 @@ def estimate_tokens(value):
 
 def save_session(name, messages):
     """Write the session whole or not at all: a crash in between leaves the old file. OSError when it cannot."""
+    if STATE_DIR.parts[0] == "~":
+        raise OSError("there is no home folder; set NAMI_STATE_DIR to a folder")
     for folder in (SESSION_DIR.parent, SESSION_DIR):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     SESSION_DIR.chmod(0o700)  # also where it is older than this rule

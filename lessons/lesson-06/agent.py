@@ -7,6 +7,7 @@
 import json
 import os
 import re
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -15,16 +16,21 @@ from rich.console import Console
 
 import context
 import tools
-from context import append, change, estimate_tokens, repair_session, truncate_tool_result, without_id
+from context import append, change, estimate_tokens, repair_session, sendable, truncate_tool_result
 from permissions import PermissionManager, visible
 
 
+def usage_error(text):
+    """A person's mistake: one line that says what to type next, and exit code 2."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
 def whole_number(name, default):
-    """Return the environment variable `name` as an int above 0, or `default`; a wrong one is a person's mistake."""
+    """Return the environment variable `name` as an int above 0, or `default`."""
     text = os.environ.get(name, "").strip() or str(default)
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        print(f"{name} is {text!r}: set it to a whole number above 0, such as {default}", file=sys.stderr)
-        sys.exit(2)
+        usage_error(f"{name} is {text!r}: set it to a whole number above 0, such as {default}")
     return int(text)
 
 
@@ -52,13 +58,13 @@ def run(user_input, session, perms, client=None, console=None):
     from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
 
     client, console = client or make_client(*model_server()), console or make_console()
-    repair_session(session)
+    repair_session(session, closed=True)
     append(session, {"role": "user", "content": user_input})
     try:
         for _ in range(MAX_STEPS):
             fit_context(session, client, console)
             repair_session(session)
-            messages = list(map(without_id, session.messages))
+            messages = list(map(sendable, session.messages))
             with console.status("thinking"):
                 response = client.chat.completions.create(model=MODEL, messages=messages, tools=tools.get_schemas())
             reply = response.choices[0].message
@@ -70,13 +76,15 @@ def run(user_input, session, perms, client=None, console=None):
                 return reply.content
             for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
-                result = truncate_tool_result(handle_call(call, perms))
+                result = handle_call(call, perms)
+                if call.function.name != "load_skill":  # instructions must arrive whole
+                    result = truncate_tool_result(result)
                 append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
     except OpenAIError as error:
         reason = f"{client.base_url} {error} {error.__cause__ or ''}"
-        console.print(reason.replace(client.api_key, "***"), style="red")  # some providers repeat the key
+        console.print(visible(reason.replace(client.api_key, "***")), style="red")  # some providers repeat the key
     finally:
         close_turn(session)
 
@@ -119,10 +127,11 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}, warnings=False)
-    for call in message.get("tool_calls", []):  # broken calls run nothing, and no provider takes them back
-        call["function"] = tools.sendable_call(call["function"])
-    # Through JSON text: half a character (a lone surrogate), which some models send, can be neither sent nor saved.
+    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    for call in reply.tool_calls or []:
+        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
+    if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
+        message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
     return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -176,7 +185,8 @@ def system_prompt(console):
     rules = context.project_rules(Path.cwd(), warn)
     skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(warn).items()]
     listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
-    return "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+    text = "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+    return context.clean(text)  # the name of the folder may hold a byte that is no character
 
 
 def new_session(console):
@@ -196,7 +206,7 @@ def open_session(name, console):
     console.print(
         visible(f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
     )
-    if session.workspace != str(Path.cwd()):
+    if session.workspace != context.clean(str(Path.cwd())):
         console.print(
             visible(f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}."), style="yellow"
         )
@@ -205,40 +215,36 @@ def open_session(name, console):
 
 def latest_session(console):
     """Return the newest session of this folder, or a new one."""
+    here = context.clean(str(Path.cwd()))
+    ours = re.compile(re.escape(context.folder_name(Path.cwd())) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
     for path, header in context.saved_sessions():
         # A broken file does not tell its folder, but its name does; its log still has every message.
-        mine = (
-            path.name.startswith(f"{Path.cwd().name}-")
-            if header is None
-            else header.get("workspace") == str(Path.cwd())
-        )
-        if mine:
+        if ours.fullmatch(path.stem) if header is None else header.get("workspace") == here:
             try:
                 return open_session(path.stem, console)
             except ValueError as error:
-                console.print(str(error))
+                console.print(visible(str(error)))
     return new_session(console)
 
 
 def list_sessions(console):
     """Show the saved sessions, newest first; * marks those of this folder."""
-    broken = []
+    lines, broken, here = [], [], context.clean(str(Path.cwd()))
     for path, header in context.saved_sessions():
         if header is None:
             broken.append(path.name)
             continue
-        mark = "*" if header.get("workspace") == str(Path.cwd()) else " "
+        mark = "*" if header.get("workspace") == here else " "
         minutes = int(time.time() - path.stat().st_mtime) // 60
         age = (
             f"{minutes} min" if minutes < 120 else f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
         )
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
-        console.print(visible(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}"))
-        console.print(
-            visible(f"    {header.get('title', '')}"), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False
-        )
+        lines.append(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}")
+        lines.append(f"    {header.get('title', '')}")
     if broken:
-        console.print(f"{len(broken)} cannot be read: {', '.join(broken)}", style="yellow")
+        lines.append(f"{len(broken)} cannot be read: {', '.join(broken)}")
+    console.print(visible("\n".join(lines)))
 
 
 COMMANDS = {
@@ -258,13 +264,16 @@ def command(line, session, console):
         case "/sessions":
             list_sessions(console)
         case "/resume":
+            context.close(session)
             return open_session(argument.strip(), console)
         case "/new":
+            context.close(session)
             return new_session(console)
         case "/tree":
             console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
         case "/fork":
-            session = context.fork(session, argument.strip())
+            session, left = context.fork(session, argument.strip()), session
+            context.close(left)
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
             request = context.undo(session)
@@ -275,6 +284,10 @@ def command(line, session, console):
 
 
 def main():
+    if os.environ.get("NAMI_STATE_DIR") and context.STATE_DIR.resolve().is_relative_to(Path.cwd()):
+        usage_error(
+            "NAMI_STATE_DIR lies in the workspace, where the agent could rewrite its own memory: set another one"
+        )
     server, client, console, hint = model_server(), None, make_console(), ""
     perms, session = PermissionManager(), latest_session(console)
     while True:

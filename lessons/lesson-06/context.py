@@ -52,7 +52,8 @@ def find_skills(warn=print):
     """Return the skills as {name: (description, text)}; a broken one is skipped with a word."""
     skills = {}
     for place in SKILL_FOLDERS:
-        for folder in sorted(place.glob("[!.]*/")):
+        folders = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
+        for folder in (path for path in folders if path.is_dir() and not path.name.startswith(".")):
             try:
                 # Those of the workspace may not lead out of it; the person's own may be links to anywhere.
                 root = folder.resolve() if STATE_DIR in folder.parents else Path.cwd()
@@ -67,7 +68,7 @@ def find_skills(warn=print):
 
 def parse_skill(text):
     """Return (name, description, body) of a SKILL.md: lines `key: value` between two lines of ---, then the body."""
-    parts = re.match(r"---\s*\n(.*?)^---\s*\n(.*)", text, re.DOTALL | re.MULTILINE)
+    parts = re.match(r"---[ \t]*\n(.*?)^---[ \t]*\n(.*)", text, re.DOTALL | re.MULTILINE)
     fields = dict(re.findall(r"^(\w+):((?:.*\n)(?:[ \t]+.*\n)*)", parts[1] if parts else "", re.MULTILINE))
     name, description = (" ".join(fields.get(key, "").strip(" >|-\"'\n").split()) for key in ("name", "description"))
     if not re.fullmatch(r"[\w-]{1,64}", name) or not description:
@@ -109,7 +110,7 @@ def clear_old_tool_results(messages, keep=KEEP_RECENT_TOOL_RESULTS):
     """Layer 2. Blank all but the newest `keep` tool results, in place; no message goes, each call needs its result."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in results[: max(0, len(results) - keep)]:
-        if len(message["content"]) > len(PLACEHOLDER):
+        if estimate_tokens(message["content"]) > estimate_tokens(PLACEHOLDER):
             message["content"] = PLACEHOLDER
     return messages
 
@@ -160,7 +161,7 @@ def summarise(client, model, old, warn):
         choice = response.choices[0]
         text = (choice.message.content or "").strip()
     except Exception as error:  # whatever went wrong, the history stays and the work goes on
-        warn(f"no summary, the history stays as it is: {error}")
+        warn(f"no summary ({type(error).__name__}), the history stays as it is")  # its text may repeat the key
         return None
     finish = getattr(choice, "finish_reason", "stop")
     if not text or finish in ("length", "content_filter") or getattr(choice.message, "tool_calls", None):
@@ -194,83 +195,89 @@ class Session:
     plan: list = field(default_factory=list)
     last_id: int = 0  # the newest record of the log
     log_size: int = 0  # how many bytes of the log this view knows
-    messages: list = field(default_factory=list)  # dicts; their "id" is the record in the log, and is never sent
+    messages: list = field(default_factory=list)  # dicts; "id" is their record, a summary's "parent" the one it follows
     lines: list = field(default_factory=list)  # each message as JSON text: made once, not at every saving
+    pending: list = field(default_factory=list)  # records that are not in the log yet
     log: object = None  # the open log file; also the lock
     warn: object = print
     problem: str = ""  # why the last saving failed
 
 
-SAVED = [
-    name for name in Session.__dataclass_fields__ if name not in ("name", "messages", "lines", "log", "warn", "problem")
-]
+SAVED = list(Session.__dataclass_fields__)[1:11]  # workspace to log_size
 
 
 def append(session, *messages):
     """Add messages to the log and the view. Whatever kills us, only the one in flight is lost."""
-    lines = []
-    for message in map(without_id, messages):
-        lines.append(log_line(session, "message", message=message))
+    for message in map(sendable, messages):
+        add_record(session, "message", message=message)
         session.messages.append({**message, "id": session.last_id})
         session.lines.append(to_text(session.messages[-1]))
         if message["role"] == "user":
             session.turns += 1
             session.title = session.title or " ".join(message["content"].split())[:80]
-    if len(messages) > 1:  # taken over from elsewhere: nobody has counted them yet
-        session.usage["prompt_tokens"] = estimate_tokens(session.messages)
-    store(session, lines)
+    save(session)
 
 
 def change(session, kind, messages, **details):
     """Make `messages` the view, after clearing, a summary, a repair or undo; the log keeps what was there before."""
+    kept = {message.get("id") for message in messages}
+    replaced = tip([message for message in session.messages if message.get("id") not in kept])
+    added = [message for message in messages if not message.keys() & {"id", "parent"}]
+    for message in added if replaced else []:
+        message["parent"] = replaced
     session.messages, session.lines = messages, []
-    store(session, [log_line(session, kind, **details)])
+    add_record(session, kind, **details)
+    save(session)
 
 
-def log_line(session, kind, **data):
-    """Return the next record of the log. Its parent is the newest message of the view: so branches form a tree."""
+def add_record(session, kind, **data):
+    """Queue the next record of the log. Its parent is the newest message of the view: so branches form a tree."""
     session.last_id += 1
-    return {"id": session.last_id, "parent": tip(session.messages), "time": now(), "kind": kind, **data}
+    session.pending.append(
+        {"id": session.last_id, "parent": tip(session.messages), "time": now(), "kind": kind, **data}
+    )
 
 
-def store(session, lines):
+def save(session):
     """Write the log first, then the view. A full disk must not end the conversation: say so once, go on in memory."""
     session.updated = now()
     if len(session.lines) != len(session.messages):
         session.lines = list(map(to_text, session.messages))
     try:
-        session.log = session.log or open_log(session.name)
-        for line in lines:
-            session.log.write(to_text(line).encode(errors="replace") + b"\n")
-        session.log.flush()
-        session.log_size = session.log.tell()
+        session.log = session.log or open_log(session)
+        write_log(session)
         write_view(session.name, session.lines, {name: getattr(session, name) for name in SAVED})
+        session.problem = ""
     except OSError as error:
-        if str(error) != session.problem:
-            session.warn(f"Not saved, the conversation goes on in memory only: {error}")
+        if not session.problem:
+            session.warn(f"Not saved, the conversation goes on in memory only: {error.strerror or error}")
         session.problem = str(error)
 
 
-def tip(messages):
-    """Return the id of the newest message that is in the log; summaries are not."""
-    return next((message["id"] for message in reversed(messages) if "id" in message), None)
+def write_log(session):
+    """Append the queued records, all or none of them."""
+    data = b"".join(to_text(record).encode(errors="replace") + b"\n" for record in session.pending)
+    size = session.log.seek(0, os.SEEK_END)
+    try:
+        if session.log.write(data) < len(data):
+            raise OSError("the disk is full")
+    except OSError:
+        session.log.truncate(size)
+        raise
+    session.pending, session.log_size = [], size + len(data)
 
 
-def without_id(message):
-    return {key: value for key, value in message.items() if key != "id"}
-
-
-def now():
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def open_log(name):
-    """Open the log of session `name` for appending, and claim it: BlockingIOError when another process has it.
+def open_log(session):
+    """Open the session's log and claim it: BlockingIOError when another process has it. One for a new session is new.
 
     The system lets go of the claim when the process ends, however it ends.
     """
     make_folders()
-    log = open(session_path(name, LOG), "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
+    while not session.log_size and session_path(session.name).exists():  # the name was taken since we chose it
+        session.name += f"-{secrets.token_hex(2)}"
+    path = session_path(session.name, LOG)
+    log = open(path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
+    path.chmod(0o600)  # also where it is older than this rule
     try:
         import fcntl
 
@@ -280,10 +287,36 @@ def open_log(name):
 
         log.seek(2**30)
         msvcrt.locking(log.fileno(), msvcrt.LK_NBLCK, 1)
-        log.seek(0, os.SEEK_END)
-    if log.tell():
+    if log.seek(0, os.SEEK_END):
         log.write(b"\n")  # should a crash have torn the last line, it must not swallow the next one
     return log
+
+
+def close(session):
+    """Let go of the session, so that it can be opened again."""
+    if session.log:
+        session.log.close()
+        session.log = None
+
+
+def tip(messages):
+    """Return the id of the newest message that is in the log."""
+    ids = (message.get("id") or message.get("parent") for message in reversed(messages))
+    return next(filter(None, ids), None)
+
+
+def sendable(message):
+    """Return the message as a provider gets it: with the keys of the API, and none of ours."""
+    return {key: message[key] for key in ("role", "content", "tool_calls", "tool_call_id") if key in message}
+
+
+def clean(text):
+    """Return `text` without half characters (lone surrogates): they can be neither sent nor saved."""
+    return text.encode(errors="replace").decode()
+
+
+def now():
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def make_folders():
@@ -296,17 +329,24 @@ def make_folders():
 
 def session_path(name, ending=".json"):
     """Return the file of session `name`. ValueError: a name is a file name on any system, never a path."""
-    if not re.fullmatch(r"\w[\w.-]{0,79}", name) or re.match(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.I):
+    reserved = re.match(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.IGNORECASE)  # on Windows
+    if not re.fullmatch(r"\w[\w.-]{0,79}", name) or len(name.encode()) > 200 or reserved:
         raise ValueError(f"{name!r} is no session name: use up to 80 letters, digits, '.', '_' or '-'")
     return SESSION_DIR / f"{name}{ending}"
 
 
+def folder_name(workspace):
+    """Return how the names of a folder's sessions begin."""
+    return re.sub(r"[^\w.-]|^\W+", "-", clean(workspace.name))[:40].lstrip("-.") or "root"
+
+
 def new_session(workspace, system, model="", warn=print):
     """Return an empty session named after the folder, the time and chance: two started at once must differ."""
-    folder = re.sub(r"[^\w.-]|^[^\w]+", "-", workspace.name)[:40].lstrip("-.") or "root"
-    name = f"{folder}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    name = None
+    while name is None or session_path(name).exists():
+        name = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     messages = [{"role": "system", "content": system}]
-    return Session(name, str(workspace), model, created=now(), messages=messages, warn=warn)
+    return Session(name, clean(str(workspace)), model, created=now(), messages=messages, warn=warn)
 
 
 def save_session(name, messages):
@@ -339,7 +379,7 @@ def to_text(value):
 def load_session(name, warn=print):
     """Return the saved messages of session `name`, or None."""
     view = load_view(name, warn)
-    return view and list(map(without_id, view["messages"]))
+    return view and list(map(sendable, view["messages"]))
 
 
 def load_view(name, warn=print):
@@ -352,9 +392,7 @@ def load_view(name, warn=print):
         view = {"messages": view} if isinstance(view, list) else view  # lesson 4 saved the bare messages
         if not isinstance(view, dict) or not all(map(is_message, view.get("messages", [None]))):
             raise ValueError("it is not a session")
-        if not all(isinstance(view.get(name, kind()), kind) for name, kind in {"usage": dict, "log_size": int}.items()):
-            raise ValueError("it is not a session")
-        return view
+        return json.loads(clean(to_text(view)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         aside = path.with_suffix(f".broken-{time.time_ns()}")
         path.rename(aside)
@@ -362,62 +400,96 @@ def load_view(name, warn=print):
         return None
 
 
+def header_of(view):
+    """Return the Session fields in a saved view; one of the wrong type, as in a file edited by hand, is left out."""
+    blank = Session("")
+    header = {name: view[name] for name in SAVED if type(view.get(name)) is type(getattr(blank, name))}
+    if not isinstance(header.get("usage", {}).get("prompt_tokens", 0), int):
+        del header["usage"]
+    return header
+
+
 def open_session(name, system, workspace, warn=print):
     """Return the saved session `name`, repaired, under today's system prompt; None when there is none.
 
     Where another process holds it, what comes back is a branch under a new name: two writers would lose messages.
     """
-    view = load_view(name, warn)
-    records = read_log(name, view.get("log_size", 0) if view else 0)
-    if view is None and not records:
+    session = Session(name, clean(str(workspace)), log_size=1, warn=warn)  # not 0: it is not a new one
+    if not session_path(name).exists() and not session_path(name, LOG).exists():
         return None
-    # The view is gone: the log has everything.
-    view = view or {"messages": originals(records, records[-1]["id"]), "log_size": 0, "workspace": str(workspace)}
-    session = Session(name, **{key: view[key] for key in SAVED if key in view}, warn=warn)
-    messages = [message for message in view["messages"] if message["role"] != "system"]
-    for line in records:  # what was logged when we were killed before the view was saved
-        session.last_id = max(session.last_id, line["id"])
-        if line["kind"] == "message" and line["parent"] == tip(messages) and line["id"] != tip(messages):
-            messages.append({**line["message"], "id": line["id"]})
-    session.messages = [{"role": "system", "content": system}]
     try:
-        session.log = open_log(name)
+        session.log = open_log(session)  # before reading: from here on nobody else writes
     except BlockingIOError:
-        branch = new_session(workspace, system, session.model, warn)
-        warn(f"Another process uses the session {name}: this goes on in a branch, {branch.name}")
-        append(branch, *messages)
-        return branch
+        session = new_session(workspace, system, warn=warn)
+        warn(f"Another process uses the session {name}: this goes on in a branch, {session.name}.")
     except OSError as error:
-        warn(f"Not saved: {error}")
-    if "log_size" not in view:  # from lesson 4: its messages are not in a log yet
-        append(session, *messages)
-    else:
-        session.messages += messages
-    repair_session(session)
+        warn(f"Not saved: {error.strerror or error}")
+    load_into(session, name, system)
     return session
+
+
+def load_into(session, name, system):
+    """Fill `session` from the view of session `name`, and from the log with what is newer or not in the view."""
+    view = load_view(name, session.warn)
+    header, own = header_of(view or {}), session.name == name
+    records = read_log(name, header.get("log_size", 0))
+    messages = [message for message in (view or {"messages": []})["messages"] if message["role"] != "system"]
+    logged = own and "log_size" in header and os.path.getsize(session_path(name, LOG)) > 1
+    if view is None and records:  # the log has everything
+        end = records[-1]
+        messages, logged = originals(records, end["id"] if end["kind"] == "message" else end["parent"]), own
+    elif "log_size" in header:
+        messages = catch_up(messages, records)
+    kept = messages if logged else []
+    if own and view and not logged:  # from lesson 4; should we have been killed while logging it, not all is new
+        said = originals(records, records[-1]["id"]) if records else []
+        kept = [old for old, new in zip(said, messages, strict=False) if sendable(old) == sendable(new)]
+    for key, value in header.items() if own else []:
+        setattr(session, key, value)
+    ids = [record["id"] for record in records] + [message.get("id", 0) for message in messages]
+    session.last_id = max([session.last_id, *ids]) if own else 0
+    session.messages = [{"role": "system", "content": system}, *kept]
+    if view is None or not logged:
+        requests = [message["content"] for message in kept if message["role"] == "user"]
+        session.turns, session.title = len(requests), " ".join(" ".join(requests[:1]).split())[:80]
+        append(session, *messages[len(kept) :])
+        session.usage = {"prompt_tokens": estimate_tokens(session.messages)}
+    repair_session(session, closed=True)
+
+
+def catch_up(messages, records):
+    """Return the view's messages with what the log has since: we were killed before the view was saved."""
+    for record in records:
+        ids = [message.get("id") for message in messages]
+        if record["kind"] == "message" and record["parent"] == tip(messages) and record["id"] not in ids:
+            messages = [*messages, {**record["message"], "id": record["id"]}]
+        elif record["kind"] == "undo" and record["parent"] in [None, *ids]:
+            messages = messages[: ids.index(record["parent"]) + 1] if record["parent"] else []
+    return messages
 
 
 def read_log(name, start=0):
     """Return the records of a session's log from byte `start` on; lines that are no record are skipped."""
-    records = []
+    records = {}
     with contextlib.suppress(OSError), open(session_path(name, LOG), "rb") as file:
         file.seek(start)
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(line)
-                if isinstance(value, dict) and isinstance(value.get("id"), int):
-                    records.append(value)
-    return records
+                record = json.loads(line)
+                if is_record(record):
+                    records[record["id"]] = record
+    return list(records.values())
 
 
 def originals(records, identity):
     """Return the messages as they were said, from the first to the record `identity`, along the parents."""
-    by_id = {line["id"]: line for line in records}
-    chain, line = [], by_id.get(identity)
-    while line:
-        if line["kind"] == "message":
-            chain.append({**line["message"], "id": line["id"]})
-        line = by_id.get(line["parent"])
+    by_id = {record["id"]: record for record in records}
+    chain, record = [], by_id.get(identity)
+    while record:
+        if record["kind"] == "message":
+            chain.append({**record["message"], "id": record["id"]})
+        parent = record["parent"]
+        record = by_id.get(parent) if parent and parent < record["id"] else None  # a damaged log could go in circles
     return chain[::-1]
 
 
@@ -435,14 +507,17 @@ def undo(session):
 def fork(session, identity):
     """Return a new session with the original messages up to the end of the turn of request `identity`, a text."""
     records = read_log(session.name)
-    end = next((line["id"] for line in records if str(line["id"]) == identity and line["kind"] == "message"), None)
+    end = next((record["id"] for record in records if str(record["id"]) == identity and "message" in record), None)
     if end is None:
         raise ValueError(f"There is no request {identity} in this session; /tree shows the ids.")
-    for line in records:
-        if line["kind"] == "message" and line["parent"] == end and line["message"]["role"] != "user":
-            end = line["id"]
+    for record in records:
+        if record["kind"] == "message" and record["parent"] == end and record["message"]["role"] != "user":
+            end = record["id"]
     branch = new_session(Path(session.workspace), session.messages[0]["content"], session.model, session.warn)
+    branch.plan = list(session.plan)
     append(branch, *originals(records, end))
+    branch.usage = {"prompt_tokens": estimate_tokens(branch.messages)}
+    repair_session(branch, closed=True)
     return branch
 
 
@@ -450,28 +525,27 @@ def tree(session):
     """Return the requests of the session's log as lines: id, then text, indented by branch; * is on today's path."""
     records = read_log(session.name)
     path = {message["id"] for message in originals(records, tip(session.messages))}
-    request, depth, children, lines = {None: None}, {None: 0}, {}, []  # request: of a message, the request it follows
-    for line in records:
-        before = request.get(line["parent"])
-        request[line["id"]] = before
-        if line["kind"] == "compact":
+    request, depth, children, lines = {None: None}, {None: 0}, {}, []  # request: the one that a record belongs to
+    for record in records:
+        before = request.get(record["parent"])
+        request[record["id"]] = before
+        if record["kind"] == "compact":
             lines.append("      (compacted here)")
-        elif line["kind"] == "message" and line["message"]["role"] == "user":
-            request[line["id"]] = line["id"]
+        elif record["kind"] == "message" and record["message"]["role"] == "user":
+            request[record["id"]] = record["id"]
             children[before] = children.get(before, -1) + 1
-            depth[line["id"]] = depth[before] + children[before]
-            mark = "*" if line["id"] in path else " "
-            title = " ".join(line["message"]["content"].split())[:80]
-            lines.append(f"{'    ' * depth[line['id']]}{mark} {line['id']:>4}  {title}")
+            depth[record["id"]] = depth[before] + children[before]
+            mark = "*" if record["id"] in path else " "
+            title = " ".join(record["message"]["content"].split())[:80]
+            lines.append(f"{'    ' * depth[record['id']]}{mark} {record['id']:>4}  {title}")
     return lines
 
 
 def saved_sessions():
     """Yield (path, header) of every saved session, newest first; header is a dict, None where the file is broken."""
-    entries = (
-        [entry for entry in os.scandir(SESSION_DIR) if entry.name.endswith(".json")] if SESSION_DIR.is_dir() else []
-    )
-    for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
+    entries = os.scandir(SESSION_DIR) if SESSION_DIR.is_dir() and os.access(SESSION_DIR, os.R_OK) else []
+    entries = [entry for entry in entries if entry.name.endswith(".json")]
+    for entry in sorted(entries, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns, reverse=True):
         try:
             yield Path(entry.path), read_header(entry.path)
         except (OSError, ValueError, RecursionError):
@@ -484,63 +558,85 @@ def read_header(path):
         first = file.readline(100_000)
         file.seek(-3, os.SEEK_END)
         if file.read() == b"]}\n":
-            return json.loads(first.rpartition(b', "messages"')[0] + b"}")
+            return header_of(json.loads(first.rpartition(b', "messages"')[0] + b"}"))
         file.seek(0)
         view = json.load(file)  # from lesson 4, or edited by hand
-        return view if isinstance(view, dict) else {}
+        return header_of(view if isinstance(view, dict) else {})
 
 
-def repair_session(session):
-    """Make the session sendable; tell the person, once, what was wrong."""
+def repair_session(session, closed=False):
+    """Make the session sendable, or `closed`: ready for the next request. Tell the person what was wrong."""
     messages, faults = repair(session.messages)
-    if faults:
-        session.warn(f"Repaired the conversation: {', '.join(sorted(set(faults)))}.")
+    if closed and messages[-1]["role"] in ("user", "tool"):
+        messages.append({"role": "assistant", "content": UNANSWERED})
+        faults.append("a turn without an answer closed")
+    if messages != session.messages:
+        faults = sorted(set(faults)) or ["results put in order"]
+        session.warn(f"Repaired the conversation: {', '.join(faults)}.")
         change(session, "repair", messages, faults=faults)
 
 
 def repair(messages):
     """Return (messages that every provider takes, what was wrong: a list of texts). A second time changes nothing."""
-    fixed, faults, rest = [], [], messages[::-1]
+    fixed, faults, seen, rest = [], [], set(), messages[::-1]
     while rest:
         message = rest.pop()
-        last, role, calls = fixed[-1] if fixed else {"role": ""}, message["role"], message.get("tool_calls")
+        role, calls, text = message["role"], message.get("tool_calls") or [], message.get("content") or ""
+        last = fixed[-1]["role"] if fixed else ""
         if role == "tool" or (role == "system" and fixed):
             faults.append(f"a {role} message out of place left out")
-        elif not calls and not message["content"].strip():
+        elif not calls and not text.strip():
             faults.append("an empty message left out")
-        elif role == "assistant" and last["role"] == "assistant":  # one with calls is followed by its results
-            faults.append("two answers in a row joined")
-            rest.append({**message, "content": f"{last['content']}\n{message.get('content') or ''}"})
-            fixed.pop()
-        elif role == "assistant" and last["role"] in ("", "system"):
+        elif role == "assistant" and last in ("", "system"):
             faults.append("an answer without a request left out")
-        elif role == "user" and last["role"] in ("user", "tool"):
+        elif role == "assistant" and last == "assistant":  # one with calls is followed by its results
+            faults.append("two answers in a row joined")
+            rest.append({**message, "content": f"{fixed.pop()['content']}\n{text}"})
+        elif role == "user" and last in ("user", "tool"):
             faults.append("a turn without an answer closed")
             rest += [message, {"role": "assistant", "content": UNANSWERED}]
+        elif calls:
+            results = []
+            while rest and rest[-1]["role"] == "tool":
+                results.append(rest.pop())
+            fixed += repair_calls(message, results, seen, faults)
         else:
-            fixed.append(message)
-            results = {}
-            while calls and rest and rest[-1]["role"] == "tool":
-                result = rest.pop()
-                results.setdefault(result["tool_call_id"], result)
-            for call in calls or []:
-                if call["id"] not in results:
-                    faults.append("a call without a result answered")
-                fixed.append(
-                    results.pop(call["id"], {"role": "tool", "tool_call_id": call["id"], "content": INTERRUPTED})
-                )
-            faults += ["a result without its call left out"] * len(results)
+            fixed.append({key: value for key, value in message.items() if key != "tool_calls"})
     return fixed, faults
+
+
+def repair_calls(message, results, seen, faults):
+    """Return an assistant message with calls, followed by exactly one result for each. seen: the ids used before."""
+    calls, answers = [], []
+    for call in message["tool_calls"]:
+        own = next((result for result in results if result["tool_call_id"] == call["id"]), None)
+        if own is None:
+            faults.append("a call without a result answered")
+        else:
+            results.remove(own)
+        identity = call["id"] or "call"
+        while identity in seen:  # providers want each id once; some models count from 0 in every reply
+            identity += f"-{len(seen)}"
+        seen.add(identity)
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = arguments if isinstance(json.loads(arguments), dict) else "{}"
+        calls.append({"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}})
+        answers.append({**(own or {"role": "tool", "content": INTERRUPTED}), "tool_call_id": identity})
+    faults += ["a result without its call left out"] * len(results)
+    message = {key: value for key, value in message.items() if key != "content" or value}
+    return [{**message, "tool_calls": calls}, *answers]
 
 
 def is_message(value):
     match value:
-        case {"role": "assistant", "tool_calls": [*calls]}:
-            return all(map(is_call, calls))
-        case {"role": "tool", "tool_call_id": str(), "content": str()}:
+        case {"id": identity} if type(identity) is not int:
+            return False
+        case {"role": "tool", "tool_call_id": str(), "content": str()} | {"role": "system" | "user", "content": str()}:
             return True
-        case {"role": "system" | "user" | "assistant", "content": str()}:
-            return True
+        case {"role": "assistant"}:
+            calls = value.get("tool_calls") or []
+            return isinstance(value.get("content") or "", str) and isinstance(calls, list) and all(map(is_call, calls))
     return False
 
 
@@ -548,4 +644,13 @@ def is_call(value):
     match value:
         case {"id": str(), "function": {"name": str(), "arguments": str()}}:
             return True
+    return False
+
+
+def is_record(value):
+    match value:
+        case {"id": int(), "parent": int() | None, "kind": "message", "message": message}:
+            return is_message(message)
+        case {"id": int(), "parent": int() | None, "kind": str(kind)}:
+            return kind != "message"
     return False
