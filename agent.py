@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -58,7 +59,6 @@ MAX_STEPS = whole_number("NAMI_MAX_STEPS", 50)  # model calls in one turn: some 
 SOFT_LIMIT = whole_number("NAMI_SOFT_LIMIT", 16000)  # tokens; small, so that you see it happen
 HARD_LIMIT = whole_number("NAMI_HARD_LIMIT", 24000)
 tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
-STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
 
 
 def handle_call(call, perms):
@@ -76,6 +76,7 @@ def run(user_input, session, perms, client=None, console=None):
     from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
 
     client, console = client or make_client(*model_server()[:2]), console or make_console()
+    model = session.model or MODEL
     repair_session(session, closed=True)
     append(session, {"role": "user", "content": user_input})
     try:
@@ -84,9 +85,7 @@ def run(user_input, session, perms, client=None, console=None):
             repair_session(session)
             messages = list(map(sendable, session.messages))
             with console.status("thinking"):
-                response = client.chat.completions.create(
-                    model=session.model or MODEL, messages=messages, tools=tools.get_schemas()
-                )
+                response = client.chat.completions.create(model=model, messages=messages, tools=tools.get_schemas())
             reply = first_reply(response)
             session.usage["prompt_tokens"] = prompt_tokens(response, messages, console)
             append(session, to_message(reply))
@@ -105,7 +104,7 @@ def run(user_input, session, perms, client=None, console=None):
     except (OpenAIError, ValueError) as error:  # ValueError: an answer that is no JSON
         console.print(visible(explain(error, client)), style="red")
     finally:
-        close_turn(session)
+        repair_session(session, closed=True, quiet=True)
 
 
 def prompt_tokens(response, messages, console):
@@ -118,26 +117,19 @@ def prompt_tokens(response, messages, console):
 
 
 def fit_context(session, client, console):
-    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT.
-
-    Two independent steps: where there is nothing to compact, above HARD_LIMIT as well, clearing must still be done.
-    """
+    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT: independent steps, see lesson 4."""
     tokens = session.usage.get("prompt_tokens", 0)
     if tokens > SOFT_LIMIT:
-        before = estimate_tokens(session.messages)
-        messages = context.clear_old_tool_results([dict(message) for message in session.messages])
-        show_change(console, "clear", before, messages, session)
+        copies = [dict(message) for message in session.messages]
+        replace_view(session, "clear", context.clear_old_tool_results(copies), console)
     if tokens > HARD_LIMIT:
-        before = estimate_tokens(session.messages)
         with console.status("compacting"):
-            messages = context.compact(
-                client, session.model or MODEL, session.messages, warn=lambda text: show(console, text)
-            )
-        show_change(console, "compact", before, messages, session)
+            messages = context.compact(client, session.model or MODEL, session.messages, warn=partial(show, console))
+        replace_view(session, "compact", messages, console)
 
 
-def show_change(console, kind, before, messages, session):
-    after = estimate_tokens(messages)
+def replace_view(session, kind, messages, console):
+    before, after = estimate_tokens(session.messages), estimate_tokens(messages)
     if after != before:
         change(session, kind, messages)
         show(console, f"context ~{before:,} → ~{after:,} tokens · {kind}")
@@ -147,13 +139,12 @@ def first_reply(response):
     """Return the message in the response; ValueError when there is none: some send an error as if all were well."""
     try:
         reply = response.choices[0].message
-        texts = [reply.content or "", *(call.function.name or "" for call in reply.tool_calls or [])]
-        texts += [call.id or "" for call in reply.tool_calls or []]
+        texts = [reply.content, *(text for call in reply.tool_calls or [] for text in (call.id, call.function.name))]
+        if all(isinstance(text, str | None) for text in texts):
+            return reply
     except (AttributeError, IndexError, KeyError, TypeError):
-        texts = [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"no reply in what the server sent: {response}")
-    return reply
+        pass
+    raise ValueError(f"no reply in what the server sent: {response}")
 
 
 def explain(error, client):
@@ -172,9 +163,7 @@ def explain(error, client):
     elif status == 404:
         hint = f"The address was {str(client.base_url).rstrip('/')}/chat/completions; most base URLs end in /v1."
     else:
-        hint = f"Is the server at {client.base_url} running? It may take {TIMEOUT} seconds (NAMI_TIMEOUT)." * (
-            not status
-        )
+        hint = "" if status else f"Is the server at {client.base_url} running? NAMI_TIMEOUT is {TIMEOUT} seconds."
     return " ".join(f"{text} {hint}".split())
 
 
@@ -200,22 +189,8 @@ def to_message(reply):
     return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
 
 
-def close_turn(session):
-    """Keep the session sendable after Ctrl-C or an error: each call gets a result, the turn ends with the assistant."""
-    messages, done = session.messages, 0
-    while messages[-1 - done]["role"] == "tool":
-        done += 1
-    for call in messages[-1 - done].get("tool_calls", [])[done:]:
-        append(session, {"role": "tool", "tool_call_id": call["id"], "content": STOPPED})
-    if messages[-1]["role"] != "assistant":
-        append(session, {"role": "assistant", "content": STOPPED})
-
-
 def model_server(options=None):
-    """Return (base URL, key, model, a line for the person): a flag beats a variable, a variable what is found.
-
-    OPENAI_BASE_URL goes with OPENAI_API_KEY; then the first of PROVIDERS that has a key; then the practice model.
-    """
+    """Return (base URL, key, model, a line for the person). Flags come first, then variables, then PROVIDERS by key."""
     demo, url, model = (options.demo, options.base_url, options.model) if options else (False, None, None)
     url, model = clean_url(url or os.environ.get("OPENAI_BASE_URL", "")), model or os.environ.get("NAMI_MODEL")
     if url and not demo:
@@ -249,9 +224,7 @@ def read_key(variable, local=False):
     if local and re.search("[^!-~]", key):
         return ""
     if not local and re.search(r"[^!-~]|your[-_]|\.\.\.|xxxx|^x+$|[<>{}]", key, re.IGNORECASE):
-        usage_error(
-            f"{variable} holds no key but a placeholder, or a key with a space or a foreign letter: set it again"
-        )
+        usage_error(f"{variable} holds no key but a placeholder, or one with a space or a foreign letter: set it again")
     return key
 
 
@@ -281,8 +254,7 @@ def make_client(url, key):
 
 
 def make_console(stderr=False):
-    # A model's text is not our markup.
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)  # not our markup
 
 
 def show(console, text):
@@ -290,22 +262,26 @@ def show(console, text):
     console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
+def tell(console, text):
+    """Print `text`, which may hold anything, as a word to the person."""
+    console.print(visible(text), style="yellow")
+
+
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
-
-    def warn(text):
-        console.print(visible(text), style="yellow")
-
-    rules = context.project_rules(Path.cwd(), warn)
-    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(warn).items()]
-    listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
-    text = "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+    rules, skills = (
+        context.project_rules(Path.cwd(), partial(tell, console)),
+        context.find_skills(partial(tell, console)),
+    )
+    lines = [f"- {name}: {description}" for name, (description, _) in skills.items()]
+    listing = "\n".join(["Skills, to be loaded with load_skill when the task fits:", *lines]) if skills else ""
+    text = "\n\n".join(filter(None, [f"{SYSTEM}\n{place}", rules, listing]))
     return context.clean(text)  # the name of the folder may hold a byte that is no character
 
 
 def new_session(console):
-    return context.new_session(Path.cwd(), system_prompt(console), warn=console.print)
+    return context.new_session(Path.cwd(), system_prompt(console), warn=partial(tell, console))
 
 
 def open_session(name, console):
@@ -313,18 +289,13 @@ def open_session(name, console):
     names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
     if name not in names and len(names) != 1:
         raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; --sessions or /sessions lists them")
-    session = context.open_session(
-        name if name in names else names[0], system_prompt(console), Path.cwd(), console.print
-    )
+    name = name if name in names else names[0]
+    session = context.open_session(name, system_prompt(console), Path.cwd(), partial(tell, console))
     if session is None:
         raise ValueError(f"there is nothing to go on with in the session {name}")
-    console.print(
-        visible(f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
-    )
+    tell(console, f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
     if session.workspace != context.clean(str(Path.cwd())):
-        console.print(
-            visible(f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}."), style="yellow"
-        )
+        tell(console, f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}.")
     return session
 
 
@@ -338,7 +309,7 @@ def latest_session(console):
             try:
                 return open_session(path.stem, console)
             except ValueError as error:
-                console.print(visible(str(error)))
+                tell(console, str(error))
     return new_session(console)
 
 
@@ -351,9 +322,8 @@ def list_sessions(console):
             continue
         mark = "*" if header.get("workspace") == here else " "
         minutes = int(time.time() - path.stat().st_mtime) // 60
-        age = (
-            f"{minutes} min" if minutes < 120 else f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
-        )
+        hours = minutes // 60
+        age = f"{minutes} min" if hours < 2 else f"{hours} h" if hours < 48 else f"{hours // 24} days"
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
         lines.append(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}")
         lines.append(f"    {header.get('title', '')}")
@@ -378,25 +348,24 @@ COMMANDS = {
 def command(line, session, console):
     """Do what a slash command says; return the session to go on with. ValueError: what to type instead."""
     name, _, argument = line.partition(" ")
+    argument, model = argument.strip(), session.model
     match name:
         case "/help":
             console.print("\n".join(f"{name:<10} {text}" for name, text in COMMANDS.items()))
         case "/model":
-            session.model = argument.strip() or session.model
-            console.print(f"The model is {session.model}.")
+            model = argument or model
+            console.print(f"The model is {model}.")
         case "/sessions":
             list_sessions(console)
-        case "/resume":
+        case "/resume" | "/new":
             context.close(session)
-            return open_session(argument.strip(), console)
-        case "/new":
-            context.close(session)
-            return new_session(console)
+            session = open_session(argument, console) if name == "/resume" else new_session(console)
         case "/tree":
             console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
         case "/fork":
-            session, left = context.fork(session, argument.strip()), session
-            context.close(left)
+            branch = context.fork(session, argument)
+            context.close(session)
+            session = branch
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
             request = context.undo(session)
@@ -404,6 +373,7 @@ def command(line, session, console):
         case _:
             near = difflib.get_close_matches(name.lower(), COMMANDS, 1, 0.5)
             raise ValueError(f"There is no {name}. {f'Did you mean {near[0]}?' if near else '/help shows all.'}")
+    session.model = model  # a saved one may have had another, which this server may lack
     return session
 
 
@@ -420,9 +390,7 @@ def parse_options(arguments):
         prog="agent.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.error = lambda message: usage_error(f"{message}; --help shows the options")
-    parser.add_argument(
-        "-p", dest="prompt", metavar="PROMPT", help="one turn, then exit: 0 done, 1 failed, 130 stopped"
-    )
+    parser.add_argument("-p", dest="prompt", metavar="PROMPT", help="one turn; exit code 0 done, 1 failed, 130 stopped")
     parser.add_argument("--new", action="store_true", help="start a new session")
     parser.add_argument("--session", metavar="NAME", help="go on with this session; with --new: its name")
     parser.add_argument("--sessions", action="store_true", help="list the saved sessions")
@@ -435,14 +403,12 @@ def parse_options(arguments):
 
 def choose_session(options, console):
     """Return the session that the flags ask for. A turn from a script is in a new one unless it is named."""
-    if options.session is not None and not options.new:
+    if not options.new and options.session is not None:
         return open_session(options.session, console)
-    if not options.new and options.prompt is None:
-        return latest_session(console)
-    session = new_session(console)
+    session = new_session(console) if options.new or options.prompt is not None else latest_session(console)
+    if options.session and context.session_path(options.session).exists():
+        raise ValueError(f"the session {options.session} exists: leave out --new to go on with it")
     session.name = options.session or session.name
-    if context.session_path(session.name).exists():
-        raise ValueError(f"the session {session.name} exists: leave out --new to go on with it")
     return session
 
 
@@ -459,8 +425,7 @@ def one_turn(prompt, session, perms, client, console):
 
 
 def nobody(question):
-    """The answer to a permission question in a script: there is nobody to ask."""
-    raise EOFError
+    raise EOFError  # in a script there is no one to ask
 
 
 def set_up_input():
@@ -473,21 +438,11 @@ def set_up_input():
     readline.set_completer(lambda text, i: ([name for name in COMMANDS if name.startswith(text)] + [None])[i])
     readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
     history = context.STATE_DIR / "history"
-    try:
+    with contextlib.suppress(OSError):  # no place for it: what was typed in this run is still recalled
         context.make_folders()
         os.close(os.open(history, os.O_CREAT | os.O_RDWR, 0o600))
         readline.read_history_file(history)
-        readline.set_history_length(1000)
-        atexit.register(save_history, history)
-    except OSError:  # no place for it: this run's own input is still recalled
-        pass
-
-
-def save_history(path):
-    import readline
-
-    with contextlib.suppress(OSError):
-        readline.write_history_file(path)
+        atexit.register(lambda: history.exists() and readline.write_history_file(history))
 
 
 def repl(session, perms, server, console):
@@ -501,10 +456,7 @@ def repl(session, perms, server, console):
             if user_input in ("exit", "quit") or user_input.split()[:1] == ["/exit"]:
                 return
             if re.match(r"/\w*( |$)", user_input):  # a request may begin with a path
-                model, session = session.model, command(user_input, session, console)
-                session.model = (
-                    session.model if user_input.startswith("/model") else model
-                )  # a session may have had another
+                session = command(user_input, session, console)
             elif user_input:
                 client = client or make_client(*server)
                 if answer := run(user_input, session, perms, client, console):
@@ -526,9 +478,7 @@ def main(arguments=None):
     except FileNotFoundError:
         usage_error("this folder has been deleted: go to another one")
     if os.environ.get("NAMI_STATE_DIR") and context.STATE_DIR.resolve().is_relative_to(Path.cwd()):
-        usage_error(
-            "NAMI_STATE_DIR lies in the workspace, where the agent could rewrite its own memory: set another one"
-        )
+        usage_error("NAMI_STATE_DIR lies in the workspace, where the agent could rewrite its memory: set another one")
     if options.sessions:
         return list_sessions(console)
     url, key, model, line = model_server(options)

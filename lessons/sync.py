@@ -277,7 +277,7 @@ def make_lessons(page, _):
 @functools.cache
 def schemas(where):
     """The tool schemas of a folder, asked of the code itself in a process of its own: all lessons call it `tools`."""
-    code = "import json, sys; sys.path.insert(0, '.'); import tools; print(json.dumps(tools.get_schemas()))"
+    code = "import json, sys; sys.path.insert(0, '.'); import agent, tools; print(json.dumps(tools.get_schemas()))"
     command = [sys.executable, "-B", "-c", code]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
     if done.returncode:

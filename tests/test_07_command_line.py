@@ -583,7 +583,7 @@ def test_unknown_slash_command_suggests_the_nearest_and_reaches_no_model(cli, se
     assert done.code == 0 and typed.split()[0] in line and server.requests == []
 
 
-@pytest.mark.parametrize("request_", ["/etc/hosts is what?", "/tmp/a.txt", "/home/me: list it", "//"])
+@pytest.mark.parametrize("request_", ["/etc/hosts is what?", "/tmp/a.txt", "/srv/me: list it", "//"])
 def test_request_that_begins_with_a_path_goes_to_the_model(cli, serve, request_):
     server = serve("fine")
     cli(stdin=f"{request_}\n")

@@ -164,13 +164,8 @@ TOOLS = {f.__name__: describe_tool(f) for f in (read_file, write_file, edit_file
 
 def get_schemas():
     """Return the tools as the API wants them: a list of {"type": "function", "function": {...}}."""
-    return [
-        {
-            "type": "function",
-            "function": {"name": t["name"], "description": t["description"], "parameters": t["schema"]},
-        }
-        for t in TOOLS.values()
-    ]
+    named = [(tool["name"], tool["description"], tool["schema"]) for tool in TOOLS.values()]
+    return [{"type": "function", "function": {"name": n, "description": d, "parameters": p}} for n, d, p in named]
 
 
 def decode_arguments(arguments):

@@ -25,10 +25,7 @@ Answer with the summary only.
 
 
 def project_rules(workspace, warn=print):
-    """Return the AGENTS.md files that hold in the folder `workspace`, each with its path, as one text.
-
-    The most general comes first: the state folder's, then from the root of the git repository down to the workspace.
-    """
+    """Return the AGENTS.md of the state folder and of all folders from the git root down to `workspace`, with paths."""
     folders = [workspace, *workspace.parents]
     root = next((folder for folder in folders if (folder / ".git").exists()), workspace)
     paths = [folder / "AGENTS.md" for folder in [STATE_DIR, *reversed(folders[: folders.index(root) + 1])]]

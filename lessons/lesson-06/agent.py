@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -40,7 +41,6 @@ MAX_STEPS = whole_number("NAMI_MAX_STEPS", 50)  # model calls in one turn: some 
 SOFT_LIMIT = whole_number("NAMI_SOFT_LIMIT", 16000)  # tokens; small, so that you see it happen
 HARD_LIMIT = whole_number("NAMI_HARD_LIMIT", 24000)
 tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
-STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
 
 
 def handle_call(call, perms):
@@ -86,7 +86,7 @@ def run(user_input, session, perms, client=None, console=None):
         reason = f"{client.base_url} {error} {error.__cause__ or ''}"
         console.print(visible(reason.replace(client.api_key, "***")), style="red")  # some providers repeat the key
     finally:
-        close_turn(session)
+        repair_session(session, closed=True, quiet=True)
 
 
 def prompt_tokens(response, messages, console):
@@ -99,24 +99,19 @@ def prompt_tokens(response, messages, console):
 
 
 def fit_context(session, client, console):
-    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT.
-
-    Two independent steps: where there is nothing to compact, above HARD_LIMIT as well, clearing must still be done.
-    """
+    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT: independent steps, see lesson 4."""
     tokens = session.usage.get("prompt_tokens", 0)
     if tokens > SOFT_LIMIT:
-        before = estimate_tokens(session.messages)
-        messages = context.clear_old_tool_results([dict(message) for message in session.messages])
-        show_change(console, "clear", before, messages, session)
+        copies = [dict(message) for message in session.messages]
+        replace_view(session, "clear", context.clear_old_tool_results(copies), console)
     if tokens > HARD_LIMIT:
-        before = estimate_tokens(session.messages)
         with console.status("compacting"):
-            messages = context.compact(client, MODEL, session.messages, warn=lambda text: show(console, text))
-        show_change(console, "compact", before, messages, session)
+            messages = context.compact(client, MODEL, session.messages, warn=partial(show, console))
+        replace_view(session, "compact", messages, console)
 
 
-def show_change(console, kind, before, messages, session):
-    after = estimate_tokens(messages)
+def replace_view(session, kind, messages, console):
+    before, after = estimate_tokens(session.messages), estimate_tokens(messages)
     if after != before:
         change(session, kind, messages)
         show(console, f"context ~{before:,} → ~{after:,} tokens · {kind}")
@@ -133,17 +128,6 @@ def to_message(reply):
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
         message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
     return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
-
-
-def close_turn(session):
-    """Keep the session sendable after Ctrl-C or an error: each call gets a result, the turn ends with the assistant."""
-    messages, done = session.messages, 0
-    while messages[-1 - done]["role"] == "tool":
-        done += 1
-    for call in messages[-1 - done].get("tool_calls", [])[done:]:
-        append(session, {"role": "tool", "tool_call_id": call["id"], "content": STOPPED})
-    if messages[-1]["role"] != "assistant":
-        append(session, {"role": "assistant", "content": STOPPED})
 
 
 def model_server():
@@ -175,22 +159,26 @@ def show(console, text):
     console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
+def tell(console, text):
+    """Print `text`, which may hold anything, as a word to the person."""
+    console.print(visible(text), style="yellow")
+
+
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
-
-    def warn(text):
-        console.print(visible(text), style="yellow")
-
-    rules = context.project_rules(Path.cwd(), warn)
-    skills = [f"- {name}: {description}" for name, (description, _) in context.find_skills(warn).items()]
-    listing = "Skills, to be loaded with load_skill when the task fits:\n" + "\n".join(skills)
-    text = "\n\n".join([f"{SYSTEM}\n{place}", *filter(None, [rules, listing if skills else ""])])
+    rules, skills = (
+        context.project_rules(Path.cwd(), partial(tell, console)),
+        context.find_skills(partial(tell, console)),
+    )
+    lines = [f"- {name}: {description}" for name, (description, _) in skills.items()]
+    listing = "\n".join(["Skills, to be loaded with load_skill when the task fits:", *lines]) if skills else ""
+    text = "\n\n".join(filter(None, [f"{SYSTEM}\n{place}", rules, listing]))
     return context.clean(text)  # the name of the folder may hold a byte that is no character
 
 
 def new_session(console):
-    return context.new_session(Path.cwd(), system_prompt(console), MODEL, console.print)
+    return context.new_session(Path.cwd(), system_prompt(console), warn=partial(tell, console))
 
 
 def open_session(name, console):
@@ -198,18 +186,13 @@ def open_session(name, console):
     names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
     if name not in names and len(names) != 1:
         raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; /sessions lists them")
-    session = context.open_session(
-        name if name in names else names[0], system_prompt(console), Path.cwd(), console.print
-    )
+    name = name if name in names else names[0]
+    session = context.open_session(name, system_prompt(console), Path.cwd(), partial(tell, console))
     if session is None:
         raise ValueError(f"there is nothing to go on with in the session {name}")
-    console.print(
-        visible(f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
-    )
+    tell(console, f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
     if session.workspace != context.clean(str(Path.cwd())):
-        console.print(
-            visible(f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}."), style="yellow"
-        )
+        tell(console, f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}.")
     return session
 
 
@@ -223,7 +206,7 @@ def latest_session(console):
             try:
                 return open_session(path.stem, console)
             except ValueError as error:
-                console.print(visible(str(error)))
+                tell(console, str(error))
     return new_session(console)
 
 
@@ -236,9 +219,8 @@ def list_sessions(console):
             continue
         mark = "*" if header.get("workspace") == here else " "
         minutes = int(time.time() - path.stat().st_mtime) // 60
-        age = (
-            f"{minutes} min" if minutes < 120 else f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
-        )
+        hours = minutes // 60
+        age = f"{minutes} min" if hours < 2 else f"{hours} h" if hours < 48 else f"{hours // 24} days"
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
         lines.append(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}")
         lines.append(f"    {header.get('title', '')}")
@@ -260,20 +242,19 @@ COMMANDS = {
 def command(line, session, console):
     """Do what a slash command says; return the session to go on with. ValueError: what to type instead."""
     name, _, argument = line.partition(" ")
+    argument = argument.strip()
     match name:
         case "/sessions":
             list_sessions(console)
-        case "/resume":
+        case "/resume" | "/new":
             context.close(session)
-            return open_session(argument.strip(), console)
-        case "/new":
-            context.close(session)
-            return new_session(console)
+            session = open_session(argument, console) if name == "/resume" else new_session(console)
         case "/tree":
             console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
         case "/fork":
-            session, left = context.fork(session, argument.strip()), session
-            context.close(left)
+            branch = context.fork(session, argument)
+            context.close(session)
+            session = branch
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
             request = context.undo(session)

@@ -19,6 +19,7 @@ MAX_RULES_CHARS = 8000  # of one AGENTS.md: it is sent with every request
 MAX_DESCRIPTION_CHARS = 1024  # the convention's own limit
 SKILL_FOLDERS = [Path(".nami/skills"), Path(".agents/skills"), STATE_DIR / "skills"]
 LOG = ".log.jsonl"
+TIME = "%Y-%m-%dT%H:%M:%S%z"
 INTERRUPTED = "(This call was interrupted: it may not have run, or only in part.)"
 UNANSWERED = "(This turn stopped before an answer.)"
 PLACEHOLDER = "[old tool result cleared 旧的工具结果已清除; call the tool again if you need it 需要时可再次调用]"
@@ -31,10 +32,7 @@ Answer with the summary only.
 
 
 def project_rules(workspace, warn=print):
-    """Return the AGENTS.md files that hold in the folder `workspace`, each with its path, as one text.
-
-    The most general comes first: the state folder's, then from the root of the git repository down to the workspace.
-    """
+    """Return the AGENTS.md of the state folder and of all folders from the git root down to `workspace`, with paths."""
     folders = [workspace, *workspace.parents]
     root = next((folder for folder in folders if (folder / ".git").exists()), workspace)
     paths = [folder / "AGENTS.md" for folder in [STATE_DIR, *reversed(folders[: folders.index(root) + 1])]]
@@ -196,7 +194,7 @@ class Session:
     last_id: int = 0  # the newest record of the log
     log_size: int = 0  # how many bytes of the log this view knows
     messages: list = field(default_factory=list)  # dicts; "id" is their record, a summary's "parent" the one it follows
-    lines: list = field(default_factory=list)  # each message as JSON text: made once, not at every saving
+    lines: list = field(default_factory=list)  # each message as JSON bytes: made once, not at every saving
     pending: list = field(default_factory=list)  # records that are not in the log yet
     log: object = None  # the open log file; also the lock
     warn: object = print
@@ -211,7 +209,7 @@ def append(session, *messages):
     for message in map(sendable, messages):
         add_record(session, "message", message=message)
         session.messages.append({**message, "id": session.last_id})
-        session.lines.append(to_text(session.messages[-1]))
+        session.lines.append(to_bytes(session.messages[-1]))
         if message["role"] == "user":
             session.turns += 1
             session.title = session.title or " ".join(message["content"].split())[:80]
@@ -233,16 +231,15 @@ def change(session, kind, messages, **details):
 def add_record(session, kind, **data):
     """Queue the next record of the log. Its parent is the newest message of the view: so branches form a tree."""
     session.last_id += 1
-    session.pending.append(
-        {"id": session.last_id, "parent": tip(session.messages), "time": now(), "kind": kind, **data}
-    )
+    record = {"id": session.last_id, "parent": tip(session.messages), "time": time.strftime(TIME), "kind": kind, **data}
+    session.pending.append(record)
 
 
 def save(session):
     """Write the log first, then the view. A full disk must not end the conversation: say so once, go on in memory."""
-    session.updated = now()
+    session.updated = time.strftime(TIME)
     if len(session.lines) != len(session.messages):
-        session.lines = list(map(to_text, session.messages))
+        session.lines = list(map(to_bytes, session.messages))
     try:
         session.log = session.log or open_log(session)
         write_log(session)
@@ -255,28 +252,22 @@ def save(session):
 
 
 def write_log(session):
-    """Append the queued records, all or none of them."""
-    data = b"".join(to_text(record).encode(errors="replace") + b"\n" for record in session.pending)
-    size = session.log.seek(0, os.SEEK_END)
-    try:
-        if session.log.write(data) < len(data):
-            raise OSError("the disk is full")
-    except OSError:
-        session.log.truncate(size)
-        raise
-    session.pending, session.log_size = [], size + len(data)
+    """Append the queued records; a line torn by a crash or a full disk is ended first, so that it spoils no other."""
+    data = b"".join(to_bytes(record) + b"\n" for record in session.pending)
+    if session.log.seek(0, os.SEEK_END) and session.log.seek(-1, os.SEEK_END) and session.log.read(1) != b"\n":
+        data = b"\n" + data
+    if session.log.write(data) < len(data):
+        raise OSError("the disk is full")
+    session.pending, session.log_size = [], session.log.tell()
 
 
 def open_log(session):
-    """Open the session's log and claim it: BlockingIOError when another process has it. One for a new session is new.
-
-    The system lets go of the claim when the process ends, however it ends.
-    """
+    """Open the session's log and claim it for this process; BlockingIOError when another has it. A new one is new."""
     make_folders()
     while not session.log_size and session_path(session.name).exists():  # the name was taken since we chose it
         session.name += f"-{secrets.token_hex(2)}"
     path = session_path(session.name, LOG)
-    log = open(path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
+    log = open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
     path.chmod(0o600)  # also where it is older than this rule
     try:
         import fcntl
@@ -287,8 +278,6 @@ def open_log(session):
 
         log.seek(2**30)
         msvcrt.locking(log.fileno(), msvcrt.LK_NBLCK, 1)
-    if log.seek(0, os.SEEK_END):
-        log.write(b"\n")  # should a crash have torn the last line, it must not swallow the next one
     return log
 
 
@@ -313,10 +302,6 @@ def sendable(message):
 def clean(text):
     """Return `text` without half characters (lone surrogates): they can be neither sent nor saved."""
     return text.encode(errors="replace").decode()
-
-
-def now():
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def make_folders():
@@ -346,25 +331,22 @@ def new_session(workspace, system, model="", warn=print):
     while name is None or session_path(name).exists():
         name = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     messages = [{"role": "system", "content": system}]
-    return Session(name, clean(str(workspace)), model, created=now(), messages=messages, warn=warn)
+    return Session(name, clean(str(workspace)), model, created=time.strftime(TIME), messages=messages, warn=warn)
 
 
 def save_session(name, messages):
     """Write `messages` as the view of session `name`."""
-    write_view(name, map(to_text, messages), {})
+    write_view(name, map(to_bytes, messages), {})
 
 
 def write_view(name, lines, header):
-    """Write the view whole or not at all: a crash in between leaves the old file. OSError when it cannot.
-
-    The first line holds all but the messages, so that a list of sessions reads one line of each.
-    """
+    """Write the view, whole or not at all. Its first line is all but the messages: a list of sessions needs no more."""
     make_folders()
-    first = to_text({"format": 1, "name": name, **header})[:-1] + ', "messages": [\n'
+    first = to_bytes({"format": 1, "name": name, **header})[:-1] + b', "messages": [\n'
     temp = tempfile.NamedTemporaryFile(dir=SESSION_DIR, prefix=".", delete=False)  # made with mode 0600
     try:
         with temp:
-            temp.write((first + ",\n".join(lines) + "\n]}\n").encode(errors="replace"))
+            temp.write(b"".join([first, b",\n".join(lines), b"\n]}\n"]))
             temp.flush()
             os.fsync(temp.fileno())
         os.replace(temp.name, session_path(name))
@@ -372,8 +354,8 @@ def write_view(name, lines, header):
         Path(temp.name).unlink(missing_ok=True)  # still there only when writing failed
 
 
-def to_text(value):
-    return json.dumps(value, ensure_ascii=False)
+def to_bytes(value):
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
 def load_session(name, warn=print):
@@ -392,7 +374,7 @@ def load_view(name, warn=print):
         view = {"messages": view} if isinstance(view, list) else view  # lesson 4 saved the bare messages
         if not isinstance(view, dict) or not all(map(is_message, view.get("messages", [None]))):
             raise ValueError("it is not a session")
-        return json.loads(clean(to_text(view)))
+        return json.loads(to_bytes(view))  # without half characters
     except (OSError, ValueError, TypeError, RecursionError) as error:
         aside = path.with_suffix(f".broken-{time.time_ns()}")
         path.rename(aside)
@@ -410,10 +392,7 @@ def header_of(view):
 
 
 def open_session(name, system, workspace, warn=print):
-    """Return the saved session `name`, repaired, under today's system prompt; None when there is none.
-
-    Where another process holds it, what comes back is a branch under a new name: two writers would lose messages.
-    """
+    """Return the saved session `name`, or None; a branch where another process holds it: two would lose messages."""
     session = Session(name, clean(str(workspace)), log_size=1, warn=warn)  # not 0: it is not a new one
     if not session_path(name).exists() and not session_path(name, LOG).exists():
         return None
@@ -434,7 +413,7 @@ def load_into(session, name, system):
     header, own = header_of(view or {}), session.name == name
     records = read_log(name, header.get("log_size", 0))
     messages = [message for message in (view or {"messages": []})["messages"] if message["role"] != "system"]
-    logged = own and "log_size" in header and os.path.getsize(session_path(name, LOG)) > 1
+    logged = own and "log_size" in header and os.path.getsize(session_path(name, LOG)) > 0
     if view is None and records:  # the log has everything
         end = records[-1]
         messages, logged = originals(records, end["id"] if end["kind"] == "message" else end["parent"]), own
@@ -564,7 +543,7 @@ def read_header(path):
         return header_of(view if isinstance(view, dict) else {})
 
 
-def repair_session(session, closed=False):
+def repair_session(session, closed=False, quiet=False):
     """Make the session sendable, or `closed`: ready for the next request. Tell the person what was wrong."""
     messages, faults = repair(session.messages)
     if closed and messages[-1]["role"] in ("user", "tool"):
@@ -572,7 +551,8 @@ def repair_session(session, closed=False):
         faults.append("a turn without an answer closed")
     if messages != session.messages:
         faults = sorted(set(faults)) or ["results put in order"]
-        session.warn(f"Repaired the conversation: {', '.join(faults)}.")
+        if not quiet:
+            session.warn(f"Repaired the conversation: {', '.join(faults)}.")
         change(session, "repair", messages, faults=faults)
 
 
@@ -649,8 +629,6 @@ def is_call(value):
 
 def is_record(value):
     match value:
-        case {"id": int(), "parent": int() | None, "kind": "message", "message": message}:
-            return is_message(message)
         case {"id": int(), "parent": int() | None, "kind": str(kind)}:
-            return kind != "message"
+            return kind != "message" or is_message(value.get("message"))
     return False
