@@ -665,12 +665,12 @@ def clean_environment(lesson, state):
 
 def run_child(lesson, arguments, cwd=None, timeout=600, **settings):
     """Run Python on a lesson with an empty stdin and a state folder of its own. Returns (exit code, output)."""
-    with tempfile.TemporaryDirectory() as state:
+    with tempfile.TemporaryDirectory() as state, tempfile.TemporaryDirectory() as workspace:
         env = clean_environment(lesson, state) | settings
         how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             command = [sys.executable, *arguments]
-            done = subprocess.run(command, cwd=cwd or state, env=env, timeout=timeout, check=False, **how)
+            done = subprocess.run(command, cwd=cwd or workspace, env=env, timeout=timeout, check=False, **how)
         except subprocess.TimeoutExpired as error:
             return None, f"{(error.stdout or b'')[-2000:].decode('utf-8', 'replace')}\nstopped after {timeout} seconds"
         return done.returncode, done.stdout.decode("utf-8", "replace")
