@@ -112,7 +112,10 @@ def table():
         data = tomllib.loads((HERE / "lessons.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Fault(f"R6 lessons/lessons.toml: cannot be read ({error}) · fix: repair the file") from None
-    return data.get("lesson", []), data.get("until", {})
+    lessons, until = data.get("lesson", []), data.get("until", {})
+    if not isinstance(lessons, list) or not all(isinstance(row, dict) for row in lessons) or not isinstance(until, dict):
+        raise Fault("R6 lessons/lessons.toml: wants [[lesson]] tables and an [until] table · fix: repair the file")
+    return lessons, until
 
 
 def last():
@@ -410,6 +413,9 @@ def layout_faults():
             yield finding("R6", where.name, f"has no {key}", "add it to its row in lessons.toml")
         for key in [key for key in ROW_LISTS if not isinstance(row.get(key, []), list)]:
             yield finding("R6", where.name, f"{key} is not a list", "put it in [ ] in lessons.toml")
+        for key, kind in (("budget", int), ("why", str)):
+            if not isinstance(row.get(key, kind()), kind):
+                yield finding("R6", where.name, f"{key} is of the wrong type", f"make it {kind.__name__} in lessons.toml")
         if not (where / "agent.py").is_file():
             yield finding("R6", where.name, "has no agent.py", "add the file, or remove the row from lessons.toml")
     expected = {folder(number).name for number in numbers}
@@ -494,6 +500,10 @@ def fence_faults():
                 what = f'python block "{body.strip().splitlines()[0] if body.strip() else ""}" is typed by hand'
                 yield finding("R5", label(page), what, "pull it with <!-- generated: code … --> or label it text")
         if page.name == PAGES[0] and (chinese := page.with_name(PAGES[1])).is_file():
+            names = [[name for name, _ in BLOCK.findall(read(path))] for path in (page, chinese)]
+            if names[0] != names[1]:
+                what = f"generated blocks are {', '.join(names[0])}; in {chinese.name} {', '.join(names[1])}"
+                yield finding("R5", label(page), what, "give both pages the same blocks")
             ours, theirs = fences(read(page)), fences(read(chinese))
             if ours != theirs:
                 at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False), 1) if a != b), None)

@@ -102,3 +102,9 @@ def test_readme_says_plainly_that_permissions_are_no_sandbox():
 def test_links_to_files_lead_somewhere(name):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", readme(name))
     assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+@pytest.mark.parametrize("block", ["sizes", "lessons", "tools"])
+def test_readme_is_made_of_what_the_code_says(page, block):
+    assert f"<!-- generated: {block} -->" in (ROOT / page).read_text(encoding="utf-8")
