@@ -667,9 +667,11 @@ def list_rule(turn):
     lines = [line for line in turn["steps"][-1][0]["result"].splitlines() if line.strip()]
     if not lines or FAILED.match(lines[0]) or DENIED.search(lines[0]):
         return outcome(turn)
+    if lines[0].startswith("no files"):
+        return say(turn, "There are no files here yet. Try next: write a note", "这里还没有文件。接下来可以试试：写一个笔记")
     shown = "\n".join(f"  {clip(line, 120)}" for line in lines[:12])
-    english = f"The listing has {len(lines)} lines. It begins:\n{shown}\nTry next: read three files"
-    return say(turn, english, f"列表共 {len(lines)} 行，开头是：\n{shown}\n接下来可以试试：读三个文件")
+    english = f"The listing I was given has {len(lines)} lines. It begins:\n{shown}\nTry next: read three files"
+    return say(turn, english, f"我看到的列表有 {len(lines)} 行，开头是：\n{shown}\n接下来可以试试：读三个文件")
 
 
 def read_rule(turn):
@@ -758,8 +760,9 @@ def read_part(turn, path, start, paged):
 
 
 def long_answer(turn, reached):
-    english = "Done. Look at the numbers above: prompt_tokens rose, fell after clearing, fell far after the summary."
-    chinese = "完成。看上面的数字：prompt_tokens 先上升，清理后下降，摘要之后大幅下降。"
+    english = "Done, and there is a summary now. Look at the prompt_tokens above: they rise with every result, fall "
+    english += "after clearing, and fall far after a summary."
+    chinese = "完成，现在已有摘要。看上面的 prompt_tokens：每个结果让它上升，清理后下降，摘要之后大幅下降。"
     if not reached:
         size, limits = f"{turn['size']:,}", "NAMI_SOFT_LIMIT=3000 NAMI_HARD_LIMIT=6000"
         english = f"I stop here: these reads were too small to fill the window; the prompt is now about {size} tokens. "
