@@ -218,11 +218,10 @@ def append(session, *messages):
 
 def change(session, kind, messages, **details):
     """Make `messages` the view, after clearing, a summary, a repair or undo; the log keeps what was there before."""
-    kept = {message.get("id") for message in messages}
-    replaced = tip([message for message in session.messages if message.get("id") not in kept])
-    added = [message for message in messages if not message.keys() & {"id", "parent"}]
-    for message in added if replaced else []:
-        message["parent"] = replaced
+    if kind == "compact":  # the summary stands for messages that are gone: what is said next follows the last of them
+        kept = {message.get("id") for message in messages}
+        last = tip([message for message in session.messages if message.get("id") not in kept])
+        messages = [messages[0], *({"parent": last, **message} for message in messages[1:])]
     session.messages, session.lines = messages, []
     add_record(session, kind, **details)
     save(session)

@@ -372,6 +372,14 @@ def test_a_field_of_the_wrong_type_is_left_out_and_the_rest_loads(field, start):
     assert plain(session) == [SYSTEM, *turns(1, 2, 3)] and len(tree(session)) == 3
 
 
+def test_undoing_the_first_request_starts_a_new_root():
+    session = begin(*turns(1))
+    undo(session)
+    append(session, *turns(2))
+    assert [line.split()[0] for line in tree(session)] != ["*", "*"]
+    assert plain(fork(session, request_id("request 2"))) == [SYSTEM, *turns(2)]
+
+
 def test_a_rebuilt_session_is_whole_again_at_the_next_start(serve, start):  # R137: also when nothing was said meanwhile
     server = serve("first answer", "last answer")
     start("first")
