@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# dependencies = ["openai>=3.20,<4", "rich>=13.7,<16"]
 # ///
 """Lesson 7: a real command line: flags, one turn from a script, providers, and clear words for every wrong setting."""
 
@@ -24,7 +24,6 @@ import context
 import tools
 from context import append, change, estimate_tokens, repair_session, sendable, truncate_tool_result
 from permissions import PermissionManager, visible
-
 
 PROVIDERS = {  # key variable: (name, base URL, a model that calls tools); the first that is set wins
     "OPENAI_API_KEY": ("OpenAI", "https://api.openai.com/v1", "gpt-5-mini"),
@@ -149,9 +148,10 @@ def first_reply(response):
 
 def explain(error, client):
     """Return on one line what went wrong and what to do; never the key, which some providers repeat."""
-    body, status = getattr(error, "body", None) or "", getattr(error, "status_code", None)
-    detail = error.__cause__ or ("" if "message" in str(body) else body)  # with a message, str(error) has it already
-    text = f"{error} {detail}".replace(client.api_key, "***")[:600]
+    body, status = getattr(error, "body", None), getattr(error, "status_code", None)
+    reason = body.get("message", body) if isinstance(body, dict) else body
+    text = f"Error {status}: {reason or error}" if status else f"{error} {error.__cause__ or ''}"
+    text = text.replace(client.api_key, "***")[:600]
     if "context" in text and "length" in text:
         hint = "The conversation is too long for this model: take the last request back (/undo) or start afresh (/new)."
     elif "tool" in text and "support" in text:
@@ -236,9 +236,8 @@ def local_servers():
             probe.settimeout(0.2)
             if probe.connect_ex(("127.0.0.1", port)):
                 continue
-        url = f"http://127.0.0.1:{port}/v1"
-        if models := list_models(make_client(url, "no-key")):  # else it is some other program
-            lines.append(f"{name} runs here: --base-url {url} --model NAME. {models}")
+        if models := list_models(make_client(f"http://127.0.0.1:{port}/v1", "no-key")):  # else: another program
+            lines.append(f"{name} runs here: --base-url http://127.0.0.1:{port}/v1 --model NAME. {models}")
     return lines
 
 
@@ -263,7 +262,6 @@ def show(console, text):
 
 
 def tell(console, text):
-    """Print `text`, which may hold anything, as a word to the person."""
     console.print(visible(text), style="yellow")
 
 

@@ -1,5 +1,6 @@
 """How fast, how large: python tests/bench.py prints one table. Nothing here passes or fails; compare within one run."""
 
+import io
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from conftest import CODE, LESSON, STATE_DIR, Terminal, as_session, context, practice_server, run_turn
+from conftest import CODE, LESSON, STATE_DIR, Terminal, as_session, context, practice_server
 from rich.console import Console
 from rich.table import Table
 
@@ -40,10 +41,10 @@ def time_to_prompt():
 
 def time_step(count):
     """Seconds of our own code in one step with `count` messages of 2,000 characters: the turn less its model call."""
-    from agent import make_client
+    import agent
 
     with practice_server.start(["fine"], window=10**9) as server:
-        client = make_client(server.url, "none")
+        client = agent.make_client(server.url, "none")
         create, waited = client.chat.completions.create, []
 
         def timed(**request):
@@ -53,9 +54,12 @@ def time_step(count):
             return response
 
         client.chat.completions.create = timed
-        messages = [{"role": "system", "content": "system"}, *texts(count)]
+        conversation = [{"role": "system", "content": "system"}, *texts(count)]
+        arguments = ["go", as_session(conversation, CONSOLE) if LESSON >= 6 else conversation]
+        if LESSON >= 3:
+            arguments.append(agent.PermissionManager())
         start = time.perf_counter()
-        run_turn("go", messages, client=client)
+        agent.run(*arguments, client=client, console=Console(file=io.StringIO()))
         return time.perf_counter() - start - sum(waited)
 
 
@@ -123,7 +127,7 @@ def rows():
     yield "start to prompt", f"{median_of(time_to_prompt) * 1000:.0f} ms"
     del os.environ["OPENAI_BASE_URL"]
     yield "start to prompt, practice model", f"{median_of(time_to_prompt) * 1000:.0f} ms"
-    time_step(1)  # imports
+    time_step(2)  # imports
     for count in (10, 100, 1000):
         yield f"our time in a step, {count:,} messages", f"{median_of(lambda count=count: time_step(count)) * 1000:.1f} ms"
     shutil.rmtree(STATE_DIR, ignore_errors=True)

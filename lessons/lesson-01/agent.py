@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# dependencies = ["openai>=3.20,<4", "rich>=13.7,<16"]
 # ///
 """Lesson 1: an agent is a loop. Ask the model, run the tool it asks for, hand back the result, until it answers."""
 

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# dependencies = ["openai>=3.20,<4", "rich>=13.7,<16"]
 # ///
 """Lesson 3: between the model's wish and the deed stands a question: permissions.py decides, the loop obeys."""
 

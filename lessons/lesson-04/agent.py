@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# dependencies = ["openai>=3.20,<4", "rich>=13.7,<16"]
 # ///
 """Lesson 4: the window is finite: truncate, clear, compact off the real prompt_tokens, and save what was said."""
 

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=2.0,<4", "rich>=13.7,<16"]
+# dependencies = ["openai>=3.20,<4", "rich>=13.7,<16"]
 # ///
 """Lesson 5: knowledge on demand: the project's rules in the system prompt, skills listed there, loaded when needed."""
 

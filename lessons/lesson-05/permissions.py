@@ -43,7 +43,10 @@ class PermissionManager:
         try:
             target = (self.workspace / Path(path).expanduser()).resolve()
             allowed = target.is_relative_to(self.workspace) and not target.is_relative_to(STATE_DIR.resolve())
-        except (OSError, RuntimeError, ValueError):  # a loop of links, a name too long, a NUL byte, no such ~user
+            os.stat(target)  # from Python 3.13 on, resolve() does not mind a loop of links
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, RuntimeError, ValueError):  # such a loop, a name too long, a NUL byte, no such ~user
             return None
         return target if allowed else None
 
