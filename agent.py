@@ -33,6 +33,7 @@ PROVIDERS = {  # key variable: (name, base URL, a model that calls tools); the f
     "ZHIPUAI_API_KEY": ("Zhipu", "https://open.bigmodel.cn/api/paas/v4", "glm-4.7"),
     "OPENROUTER_API_KEY": ("OpenRouter", "https://openrouter.ai/api/v1", "openai/gpt-5-mini"),
 }
+SCRIPT = "-p"  # how the names of sessions of -p end: they are not the latest that the person knows
 LOCAL_SERVERS = {11434: "Ollama", 1234: "LM Studio", 8080: "llama.cpp"}  # their default ports
 LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])(:|/|$)", re.IGNORECASE)
 
@@ -100,7 +101,7 @@ def run(user_input, session, perms, client=None, console=None):
                 append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
-    except (OpenAIError, ValueError) as error:  # ValueError: an answer that is no JSON
+    except (OpenAIError, ValueError, RecursionError) as error:  # the last two: an answer that is no JSON
         console.print(visible(explain(error, client)), style="red")
     finally:
         repair_session(session, closed=True, quiet=True)
@@ -109,8 +110,8 @@ def run(user_input, session, perms, client=None, console=None):
 def prompt_tokens(response, messages, console):
     """Return and show how large the request was in tokens: the provider's number; where it sends none, an estimate."""
     tokens = getattr(response.usage, "prompt_tokens", None)
-    mark = "" if tokens else "~"
-    tokens = tokens or estimate_tokens([messages, tools.get_schemas()])
+    mark = "" if isinstance(tokens, int) and tokens > 0 else "~"
+    tokens = estimate_tokens([messages, tools.get_schemas()]) if mark else tokens
     show(console, f"prompt_tokens {mark}{tokens:,}")
     return tokens
 
@@ -136,13 +137,11 @@ def replace_view(session, kind, messages, console):
 
 def first_reply(response):
     """Return the message in the response; ValueError when there is none: some send an error as if all were well."""
-    try:
+    with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError):
         reply = response.choices[0].message
         texts = [reply.content, *(text for call in reply.tool_calls or [] for text in (call.id, call.function.name))]
         if all(isinstance(text, str | None) for text in texts):
             return reply
-    except (AttributeError, IndexError, KeyError, TypeError):
-        pass
     raise ValueError(f"no reply in what the server sent: {response}")
 
 
@@ -151,20 +150,18 @@ def explain(error, client):
     body, status = getattr(error, "body", None), getattr(error, "status_code", None)
     reason = body.get("message", body) if isinstance(body, dict) else body
     text = f"Error {status}: {reason or error}" if status else f"{error} {error.__cause__ or ''}"
-    text = text.replace(client.api_key, "***")[:600]
     if "context" in text and "length" in text:
         hint = "The conversation is too long for this model: take the last request back (/undo) or start afresh (/new)."
     elif "tool" in text and "support" in text:
         hint = "This model cannot call tools: choose another with /model NAME."
     elif status in (400, 404) and "model" in text:
         hint = f"{list_models(client)} Choose one with /model NAME."
-    elif status in (401, 403):
-        hint = "Check the key."
     elif status == 404:
         hint = f"The address was {str(client.base_url).rstrip('/')}/chat/completions; most base URLs end in /v1."
     else:
-        hint = "" if status else f"Is the server at {client.base_url} running? NAMI_TIMEOUT is {TIMEOUT} seconds."
-    return " ".join(f"{text} {hint}".split())
+        hint = "" if status else f"Is the server at {client.base_url} running? It has {TIMEOUT} seconds (NAMI_TIMEOUT)."
+    text = " ".join(text.replace(client.api_key, "***").split())[:600]
+    return " ".join(f"{text} · {hint}".split()) if hint else text
 
 
 def list_models(client):
@@ -181,7 +178,7 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
     for call in reply.tool_calls or []:
         call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
@@ -196,7 +193,7 @@ def model_server(options=None):
     if url and not demo:
         local = LOOPBACK.match(url)
         key = read_key("OPENAI_API_KEY", local) or (local and "no-key") or usage_error(f"{url} needs OPENAI_API_KEY")
-        return url, key, model or MODEL, f"{model or MODEL}, {re.sub('//[^/]*@', '//***@', url)}"
+        return url, key, model or MODEL, f"{model or MODEL}, {url}"
     for variable, (name, url, default) in PROVIDERS.items():
         if not demo and (key := read_key(variable)):
             return url, key, model or default, f"{model or default}, {name} (by {variable})"
@@ -213,16 +210,16 @@ def model_server(options=None):
 def clean_url(text):
     """Return a base URL as the SDK wants it: people paste it with a slash at the end, or the whole address."""
     url = text.strip().strip("'\"").rstrip("/").removesuffix("/chat/completions")
-    if url and not re.match(r"https?://[^\s/]+(/\S*)?$", url, re.IGNORECASE):
-        usage_error(f"the base URL {url!r} must look like https://api.example.com/v1 or http://127.0.0.1:11434/v1")
+    if url and not re.match(r"https?://[^\s/@]+(/\S*)?$", url, re.IGNORECASE):
+        shown = re.sub("//[^/]*@", "//***@", url)
+        usage_error(f"the base URL {shown!r} must look like https://api.example.com/v1 or http://127.0.0.1:11434/v1")
     return url
 
 
 def read_key(variable, local=False):
     """Return the key in an environment variable, or "". What cannot be a key is a mistake, unless none is needed."""
     key = os.environ.get(variable, "").strip().strip("'\"")
-    if local and re.search("[^!-~]", key):
-        return ""
+    key = "" if local and re.search("[^!-~]", key) else key
     if not local and re.search(r"[^!-~]|your[-_]|\.\.\.|xxxx|^x+$|[<>{}]", key, re.IGNORECASE):
         usage_error(f"{variable} holds no key but a placeholder, or one with a space or a foreign letter: set it again")
     return key
@@ -256,22 +253,19 @@ def make_console(stderr=False):
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)  # not our markup
 
 
-def show(console, text):
-    """Print `text` as one dim line, cut at the edge of the screen."""
+def show(console, text):  # one dim line, cut at the edge of the screen
     console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
 def tell(console, text):
-    console.print(visible(text), style="yellow")
+    console.print(visible(text), style="yellow", soft_wrap=not console.is_terminal)  # break between words
 
 
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
-    rules, skills = (
-        context.project_rules(Path.cwd(), partial(tell, console)),
-        context.find_skills(partial(tell, console)),
-    )
+    warn = partial(tell, console)
+    rules, skills = context.project_rules(Path.cwd(), warn), context.find_skills(warn)
     lines = [f"- {name}: {description}" for name, (description, _) in skills.items()]
     listing = "\n".join(["Skills, to be loaded with load_skill when the task fits:", *lines]) if skills else ""
     text = "\n\n".join(filter(None, [f"{SYSTEM}\n{place}", rules, listing]))
@@ -282,15 +276,15 @@ def new_session(console):
     return context.new_session(Path.cwd(), system_prompt(console), warn=partial(tell, console))
 
 
-def open_session(name, console):
+def open_session(name, console, leave=None):
     """Return the session whose name is `name`, or alone begins with it. ValueError says what can be typed instead."""
-    names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
+    files = [path.name for path in context.SESSION_DIR.glob("*.json*") if path.name.startswith(name)]
+    names = sorted({file.removesuffix(context.LOG).removesuffix(".json") for file in files})
     if name not in names and len(names) != 1:
         raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; --sessions or /sessions lists them")
     name = name if name in names else names[0]
+    context.close(leave)  # not before there is somewhere to go: another process could take it
     session = context.open_session(name, system_prompt(console), Path.cwd(), partial(tell, console))
-    if session is None:
-        raise ValueError(f"there is nothing to go on with in the session {name}")
     tell(console, f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
     if session.workspace != context.clean(str(Path.cwd())):
         tell(console, f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}.")
@@ -303,7 +297,8 @@ def latest_session(console):
     ours = re.compile(re.escape(context.folder_name(Path.cwd())) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
     for path, header in context.saved_sessions():
         # A broken file does not tell its folder, but its name does; its log still has every message.
-        if ours.fullmatch(path.stem) if header is None else header.get("workspace") == here:
+        mine = ours.fullmatch(path.stem) if header is None else header.get("workspace") == here
+        if mine and not path.stem.endswith(SCRIPT):
             try:
                 return open_session(path.stem, console)
             except ValueError as error:
@@ -355,15 +350,17 @@ def command(line, session, console):
             console.print(f"The model is {model}.")
         case "/sessions":
             list_sessions(console)
-        case "/resume" | "/new":
+        case "/resume":
+            session = open_session(argument, console, leave=session)
+        case "/new":
             context.close(session)
-            session = open_session(argument, console) if name == "/resume" else new_session(console)
+            session = new_session(console)
+            console.print(f"A new session: {session.name}")
         case "/tree":
             console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
         case "/fork":
-            branch = context.fork(session, argument)
-            context.close(session)
-            session = branch
+            session, left = context.fork(session, argument), session
+            context.close(left)
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
             request = context.undo(session)
@@ -380,13 +377,13 @@ EXAMPLES = """examples:
   git diff | python agent.py -p "review this diff"   one turn; stdout gets the answer alone
   python agent.py --base-url http://127.0.0.1:11434/v1 --model qwen3:8b
 
-Keys: OPENAI_API_KEY, DEEPSEEK_API_KEY, DASHSCOPE_API_KEY, MOONSHOT_API_KEY, ZHIPUAI_API_KEY or OPENROUTER_API_KEY."""
+Keys: OPENAI_API_KEY, DEEPSEEK_API_KEY, DASHSCOPE_API_KEY, MOONSHOT_API_KEY,
+ZHIPUAI_API_KEY or OPENROUTER_API_KEY."""
 
 
 def parse_options(arguments):
-    parser = argparse.ArgumentParser(
-        prog="agent.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="agent.py", epilog=EXAMPLES, formatter_class=form, allow_abbrev=False)
     parser.error = lambda message: usage_error(f"{message}; --help shows the options")
     parser.add_argument("-p", dest="prompt", metavar="PROMPT", help="one turn; exit code 0 done, 1 failed, 130 stopped")
     parser.add_argument("--new", action="store_true", help="start a new session")
@@ -404,9 +401,9 @@ def choose_session(options, console):
     if not options.new and options.session is not None:
         return open_session(options.session, console)
     session = new_session(console) if options.new or options.prompt is not None else latest_session(console)
-    if options.session and context.session_path(options.session).exists():
+    if options.session and any(context.session_path(options.session, end).exists() for end in (".json", context.LOG)):
         raise ValueError(f"the session {options.session} exists: leave out --new to go on with it")
-    session.name = options.session or session.name
+    session.name = options.session or (session.name if options.prompt is None else f"{session.name}{SCRIPT}")
     return session
 
 
@@ -430,8 +427,8 @@ def set_up_input():
     """Tab completes slash commands and the arrow keys recall earlier input, where Python has readline."""
     try:
         import readline
-    except ImportError:  # Windows has its own recall
-        return
+    except ImportError:
+        return  # Windows has its own recall
     readline.set_completer_delims("")
     readline.set_completer(lambda text, i: ([name for name in COMMANDS if name.startswith(text)] + [None])[i])
     readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
@@ -440,7 +437,9 @@ def set_up_input():
         context.make_folders()
         os.close(os.open(history, os.O_CREAT | os.O_RDWR, 0o600))
         readline.read_history_file(history)
-        atexit.register(lambda: history.exists() and readline.write_history_file(history))
+        known = readline.get_current_history_length()
+        new = readline.get_current_history_length  # minus known, at the end: another terminal may have added its own
+        atexit.register(lambda: history.exists() and readline.append_history_file(new() - known, history))
 
 
 def repl(session, perms, server, console):
@@ -480,23 +479,22 @@ def main(arguments=None):
     if options.sessions:
         return list_sessions(console)
     url, key, model, line = model_server(options)
-    console.print(line)
-    try:
-        session = choose_session(options, console)
-    except ValueError as error:
-        usage_error(str(error))
-    session.model = model
+    tell(console, line)
     ask = (lambda question: "yes") if options.yes else nobody if options.prompt is not None else None
     perms = PermissionManager(ask=ask)
     try:
+        session = choose_session(options, console)
+        session.model = model
         if options.prompt is not None:
             return one_turn(options.prompt, session, perms, make_client(url, key), console)
         if sys.stdin.isatty():
             set_up_input()
             if model == "practice":
                 for line in local_servers():
-                    console.print(line)
+                    tell(console, line)
         repl(session, perms, (url, key), console)
+    except ValueError as error:
+        usage_error(str(error))
     except KeyboardInterrupt:
         return 130
 

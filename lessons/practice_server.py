@@ -601,6 +601,10 @@ def outcome(turn):
     return say(turn, f"Done. {name} answered:\n{result}", f"完成。{name} 返回：\n{result}")
 
 
+def plural(count):
+    return f"{count} line{'s' * (count != 1)}"
+
+
 def once(turn, name, **hints):
     if turn["steps"]:
         return outcome(turn)
@@ -668,9 +672,9 @@ def list_rule(turn):
     if not lines or FAILED.match(lines[0]) or DENIED.search(lines[0]):
         return outcome(turn)
     if lines[0].startswith("no files"):
-        return say(turn, "There are no files here yet. Try next: write a note", "这里还没有文件。接下来可以试试：写一个笔记")
+        return say(turn, "There are no files here yet. Try next: write a note", "这里还没有文件。试试：写一个笔记")
     shown = "\n".join(f"  {clip(line, 120)}" for line in lines[:12])
-    english = f"The listing I was given has {len(lines)} lines. It begins:\n{shown}\nTry next: read three files"
+    english = f"The listing I was given has {plural(len(lines))}. It begins:\n{shown}\nTry next: read three files"
     return say(turn, english, f"我看到的列表有 {len(lines)} 行，开头是：\n{shown}\n接下来可以试试：读三个文件")
 
 
@@ -700,15 +704,17 @@ def describe(turn, done):
     if not lines or FAILED.match(done["result"]) or DENIED.search(lines[0]):
         return say(turn, f"- {name}: could not be read: {first}", f"- {name}：读取失败：{first}")
     count = len(done["result"].splitlines()) - lines[-1].startswith("[")  # such a last line is the tool's own note
-    return say(turn, f"- {name}: {count} lines shown; begins: {first}", f"- {name}：显示 {count} 行；开头：{first}")
+    return say(turn, f"- {name}: {plural(count)} shown; begins: {first}", f"- {name}：显示 {count} 行；开头：{first}")
 
 
 # A long session: the prompt has to jump over the agent's limits for clearing (16,000) and compaction (24,000) and still
-# fit the window of 32,000. Both numbers below are shares of the window.
-REACHED, HIGHEST = 0.766, 0.9  # 24,500 and 28,800 tokens
+# fit the window of 32,000. These numbers are shares of the window.
+REACHED, HIGHEST, SMALL = 0.766, 0.9, 0.01  # 24,500 and 28,800 tokens; a read below 320 tokens is small
 FEW = {2: 4, 3: 4, 4: 6, 5: 6, 13: 4, 14: 4}  # reads in each step; steps 6 to 12 read as much as the window takes
-LAST_GROWING, TAIL, MOST_READS = 12, 13, 40
+LAST_GROWING, TAIL, MOST_READS, SMALL_READS = 12, 13, 40, 12
 CALL_COST = 65  # tokens of a call and of the frame of its result
+LIMIT = 200  # lines in a read
+GOES_ON = re.compile(r"^\[.*offset \d+\]\Z", re.MULTILINE)  # then the file has more lines: later starts are safe
 
 
 def long_rule(turn):
@@ -718,35 +724,41 @@ def long_rule(turn):
     if last == 0:
         return look_around(turn) or introduce(turn)
     reads = [done for step in turn["steps"] for done in step if done["name"] == "read_file"]
-    names = list(dict.fromkeys(done["arguments"].get("path") for done in reads))
-    listings = [done["result"] for done in turn["steps"][0] if done["name"] != "read_file"]
-    names += [name for text in listings for name in listed(text) if name not in names]
+    seen = list(dict.fromkeys(done["arguments"].get("path") for done in reads))
+    listings = [done for done in turn["steps"][0] if done["name"] != "read_file"]
+    names = list(dict.fromkeys([*seen, *(name for done in listings for name in listed(done["result"]))]))
+    if all(FAILED.match(done["result"]) for done in reads or listings):
+        return outcome(turn)
+    if not names:
+        return say(turn, "There is no text file to read here; try: write a note", "没有可读的文本文件；试试：写一个笔记")
     reached = turn["folded"] or turn["size"] >= REACHED * turn["window"]
     step = TAIL if 5 <= last < TAIL and reached else last + 1
+    small = bool(reads) and max(map(read_cost, reads)) < SMALL * turn["window"]
     stuck = LAST_GROWING <= last < TAIL and not reached
-    calls = [] if stuck or step > max(FEW) or not names else plan_reads(turn, step, names, reads)
+    stuck |= small and len(reads) >= SMALL_READS and (last >= 5 or len(seen) == len(names))
+    calls = [] if stuck or step > max(FEW) else plan_reads(turn, step, names, reads)
+    if small and step == 4:
+        calls = calls[: SMALL_READS - len(reads)]
     turn["step"] = step
-    return calls or long_answer(turn, reached or last >= TAIL)
+    return calls or long_answer(turn, reads, reached or last >= TAIL)
 
 
 def plan_reads(turn, step, names, reads):
     """Return read_file calls that fit. The big steps repeat the largest reads in view, whose cost is known."""
     sized = sorted(reads, key=lambda done: -read_cost(done))[:3]
+    sized = [done for done in sized if 2 * read_cost(done) >= read_cost(sized[0])]
     room = HIGHEST * turn["window"] - turn["size"]
-    paged = "offset" in turn["schemas"]["read_file"].get("properties", {})
     if step in FEW:
         dearest = max([1100, *map(read_cost, sized)])  # 1,100: a result of 4,000 characters with its frame
         count = min(FEW[step], int(room // dearest))
         spots = [divmod(len(reads) + number, len(names)) for number in range(count)]
-        return [read_part(turn, names[which], 1 + 10 * again, paged) for again, which in spots]
-    tiny = not sized or MOST_READS * read_cost(sized[0]) < 0.25 * turn["window"]
-    if tiny and step > 8:  # three big steps are enough to show small limits
-        return []
+        long = {done["arguments"].get("path") for done in reads if GOES_ON.search(done["result"])}
+        return [read_part(turn, names[at], 1 + 10 * again % LIMIT * (names[at] in long)) for again, at in spots]
     calls, room = [], room - 0.065 * turn["window"]  # the middle between REACHED and HIGHEST
     while len(calls) < MOST_READS and sized and room > (cost := read_cost(sized[len(calls) % len(sized)])):
-        chosen = sized[len(calls) % len(sized)]["arguments"]
-        start = chosen.get("offset", 1) + 1 + len(calls) // len(sized)
-        calls.append(read_part(turn, chosen.get("path"), start, paged))
+        done = sized[len(calls) % len(sized)]
+        further = 1 + len(calls) // len(sized) if GOES_ON.search(done["result"]) else 0
+        calls.append(read_part(turn, done["arguments"].get("path"), done["arguments"].get("offset", 1) + further))
         room -= cost
     return calls
 
@@ -755,28 +767,29 @@ def read_cost(done):
     return count_tokens(json.dumps(done["result"], ensure_ascii=False)) + CALL_COST
 
 
-def read_part(turn, path, start, paged):
-    return call(turn, "read_file", path=path, **({"offset": start, "limit": 200} if paged else {}))
+def read_part(turn, path, start):
+    return call(turn, "read_file", path=path, offset=start, limit=LIMIT)
 
 
-def long_answer(turn, reached):
-    english = "Done, and there is a summary now. Look at the prompt_tokens above: they rise with every result, fall "
-    english += "after clearing, and fall far after a summary."
-    chinese = "完成，现在已有摘要。看上面的 prompt_tokens：每个结果让它上升，清理后下降，摘要之后大幅下降。"
+def long_answer(turn, reads, reached):
+    """Say only what the messages show."""
+    results = [message["content"] for message in turn["messages"] if message["role"] == "tool"]
+    cleared = any(len(text) < 200 and re.match(r"\D*(?:cleared|清除)", text) for text in results)
+    gone = say(turn, "Old results were cleared. ", "旧结果已被清除。") if cleared else ""
     if not reached:
-        size, limits = f"{turn['size']:,}", "NAMI_SOFT_LIMIT=3000 NAMI_HARD_LIMIT=6000"
-        english = f"I stop here: these reads were too small to fill the window; the prompt is now about {size} tokens. "
-        english += f"Small limits show the same: start with {limits}."
-        chinese = (
-            f"就此停下：读到的内容太少，填不满窗口；提示词现在约 {size} tokens。用小限额也能看到同样的过程：{limits}。"
-        )
-    elif not turn["folded"]:
-        english = (
-            "Done. Look at the numbers above: prompt_tokens rose, and fell if old results were cleared. There is no "
-        )
-        english += "summary yet: compaction keeps the last two requests, so ask once more (a long session) to see it."
-        chinese = "完成。看上面的数字：prompt_tokens 先上升，旧结果被清理后下降。还没有摘要："
-        chinese += "压缩会保留最近两轮请求，再说一次“长会话”就能看到。"
+        tiny = all(len(done["result"]) < 200 for done in reads)
+        more = say(turn, "The folder needs a few larger files. ", "这个文件夹需要几个大一些的文件。") if tiny else ""
+        english = f"I stop here: the prompt reached about {turn['size']:,} tokens; the files read here are too small to "
+        english += f"fill the window. {gone}{more}Small limits show the effect after a few requests: "
+        chinese = f"就此停下：提示词约 {turn['size']:,} tokens；读到的文件太小，填不满窗口。{gone}{more}"
+        chinese += "用小限额，几轮请求后就能看到效果："
+        return say(turn, english, chinese) + "NAMI_SOFT_LIMIT=3000 NAMI_HARD_LIMIT=6000"
+    gone = gone or say(turn, "No old result was cleared yet. ", "旧结果还没有被清除。")
+    if turn["folded"]:
+        return say(turn, f"Done. {gone}A summary stands for the oldest requests.", f"完成。{gone}最早的请求已成为摘要。")
+    english = f"Done. {gone}There is no summary yet: compaction keeps the last two requests, so ask once more (a long "
+    english += "session), until this is the third."
+    chinese = f"完成。{gone}还没有摘要：压缩会保留最近两轮请求，再说一次“长会话”，到第三轮就能看到。"
     return say(turn, english, chinese)
 
 

@@ -145,6 +145,14 @@ def test_empty_text_beside_calls_never_enters_the_history(serve, notes):
     assert "" not in [message.get("content") for message in turn.messages]
 
 
+@pytest.mark.parametrize("role", ["model", None, ""])
+def test_a_reply_under_another_role_is_the_assistants(serve, role):
+    server = serve({"message": {"role": role, "content": "hello"}}, "second")
+    turn = run_turn("hi")
+    assert turn.messages[-1] == {"role": "assistant", "content": "hello"}
+    assert run_turn("again", turn.messages).answer == "second" and server.refusals == []
+
+
 def test_step_limit_says_so_and_leaves_a_history_that_can_be_sent(serve, notes):
     server = serve(READ_NOTES, READ_NOTES, READ_NOTES, "went on")
     done = pipe("loop\ngo on\n", NAMI_MAX_STEPS="3")

@@ -677,7 +677,7 @@ def test_the_list_is_newest_first_and_tells_what_is_needed(start, another_folder
     session.log.close()
     screen = start("/new", "/sessions").split("\n")
     rows = [line for line in screen if re.match(r"(> )*[* ] (new|middle|old) ", line)]
-    assert [line.split(" ago")[0].removeprefix("> > ")[:2] for line in rows] == ["* ", "  ", "* "]
+    assert [re.sub("^(> )*", "", line)[:2] for line in rows] == ["* ", "  ", "* "]
     assert [re.search(r"(new|middle|old) ", line)[1] for line in rows] == ["new", "middle", "old"]
     assert "5 days" in rows[2] and "2 turns" in rows[2] and "12,345" in rows[2] and str(workspace) in rows[2]
     assert str(another_folder) in rows[1] and "3 h" in rows[1]
@@ -1202,3 +1202,30 @@ def test_a_state_folder_inside_the_workspace_is_refused(workspace):  # item 7
     done = pipe("hello\n", NAMI_STATE_DIR=str(workspace / "state"))
     assert done.code == 2 and "NAMI_STATE_DIR" in done.err and done.err.count("\n") == 1
     assert list(workspace.iterdir()) == []
+
+
+def test_a_mistyped_resume_does_not_let_go_of_the_session():
+    session = begin(*turns(1))
+    with pytest.raises(ValueError, match="no sessions begin with 'wrok'"):
+        agent.command("/resume wrok", session, agent.make_console())
+    assert session.log and not session.log.closed
+
+
+def test_undo_forgets_how_large_the_request_was_that_it_takes_back():
+    session = begin(*turns(1, 2))
+    session.usage["prompt_tokens"] = 30_000
+    undo(session)
+    assert 0 < session.usage["prompt_tokens"] < 200
+
+
+def test_a_session_of_which_only_the_log_is_left_is_resumed_by_its_name(start):
+    saved(*turns(1, 2))
+    view_path().unlink()
+    assert "2 turns" in start("/new", "/resume x")
+
+
+@pytest.mark.parametrize("folder", ["aux.d", "con.x", "nul.txt"])
+def test_a_folder_named_like_a_device_of_windows_can_hold_sessions(folder):
+    session = context.new_session(Path("/tmp", folder), PROMPT)
+    append(session, *turns(1))
+    assert session_path(session.name).exists()

@@ -637,3 +637,18 @@ def test_tab_completes_and_arrows_recall_across_runs(serve, terminal):
     again.expect("> ")
     again.type("/exit")
     assert again.exit_code() == 0
+
+
+def test_a_turn_from_a_script_is_saved_but_not_what_goes_on_next_time(cli, serve):
+    server = serve("a", "b", "c")
+    cli(stdin="said by a person\n")
+    cli("-p", "said by a script")
+    done = cli(stdin="again\n")
+    texts = [message["content"] for message in server.requests[-1]["messages"]]
+    assert "said by a person" in texts and "said by a script" not in texts and done.code == 0
+    assert len(list(context.SESSION_DIR.glob("*-p.json"))) == 1
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@127.0.0.1:9/v1", "https://me:secret@example.com/v1"])
+def test_a_password_in_the_base_url_is_refused_and_not_shown(capsys, url):
+    assert "secret" not in refused(capsys, choose, "--base-url", url)

@@ -67,7 +67,7 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    return reply.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+    return {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content", "tool_calls"})}
 
 
 def close_turn(messages):

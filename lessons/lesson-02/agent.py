@@ -58,7 +58,7 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
     for call in reply.tool_calls or []:
         call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back

@@ -101,8 +101,8 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
 def prompt_tokens(response, messages, console):
     """Return and show how large the request was in tokens: the provider's number; where it sends none, an estimate."""
     tokens = getattr(response.usage, "prompt_tokens", None)
-    mark = "" if tokens else "~"
-    tokens = tokens or estimate_tokens([messages, tools.get_schemas()])
+    mark = "" if isinstance(tokens, int) and tokens > 0 else "~"
+    tokens = estimate_tokens([messages, tools.get_schemas()]) if mark else tokens
     show(console, f"prompt_tokens {mark}{tokens:,}")
     return tokens
 
@@ -134,7 +134,7 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
     for call in reply.tool_calls or []:
         call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back

@@ -92,8 +92,8 @@ def run(user_input, session, perms, client=None, console=None):
 def prompt_tokens(response, messages, console):
     """Return and show how large the request was in tokens: the provider's number; where it sends none, an estimate."""
     tokens = getattr(response.usage, "prompt_tokens", None)
-    mark = "" if tokens else "~"
-    tokens = tokens or estimate_tokens([messages, tools.get_schemas()])
+    mark = "" if isinstance(tokens, int) and tokens > 0 else "~"
+    tokens = estimate_tokens([messages, tools.get_schemas()]) if mark else tokens
     show(console, f"prompt_tokens {mark}{tokens:,}")
     return tokens
 
@@ -122,7 +122,7 @@ def to_message(reply):
     reply.tool_calls = reply.tool_calls or None
     if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
-    message = reply.model_dump(exclude_none=True, include={"role", "content"})
+    message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
     for call in reply.tool_calls or []:
         call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
@@ -154,8 +154,7 @@ def make_console():
     return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)  # a model's text is not our markup
 
 
-def show(console, text):
-    """Print `text` as one dim line, cut at the edge of the screen."""
+def show(console, text):  # one dim line, cut at the edge of the screen
     console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
@@ -167,10 +166,8 @@ def tell(console, text):
 def system_prompt(console):
     """Return SYSTEM with this folder's rules and one line for each skill: read at every start, never summarised."""
     place = f"The workspace is {Path.cwd()}. Today is {time.strftime('%Y-%m-%d')}."  # no clock: it would break caching
-    rules, skills = (
-        context.project_rules(Path.cwd(), partial(tell, console)),
-        context.find_skills(partial(tell, console)),
-    )
+    warn = partial(tell, console)
+    rules, skills = context.project_rules(Path.cwd(), warn), context.find_skills(warn)
     lines = [f"- {name}: {description}" for name, (description, _) in skills.items()]
     listing = "\n".join(["Skills, to be loaded with load_skill when the task fits:", *lines]) if skills else ""
     text = "\n\n".join(filter(None, [f"{SYSTEM}\n{place}", rules, listing]))
@@ -181,15 +178,15 @@ def new_session(console):
     return context.new_session(Path.cwd(), system_prompt(console), warn=partial(tell, console))
 
 
-def open_session(name, console):
+def open_session(name, console, leave=None):
     """Return the session whose name is `name`, or alone begins with it. ValueError says what can be typed instead."""
-    names = [path.stem for path in context.SESSION_DIR.glob("*.json") if path.name.startswith(name)]
+    files = [path.name for path in context.SESSION_DIR.glob("*.json*") if path.name.startswith(name)]
+    names = sorted({file.removesuffix(context.LOG).removesuffix(".json") for file in files})
     if name not in names and len(names) != 1:
         raise ValueError(f"{len(names) or 'no'} sessions begin with {name!r}; /sessions lists them")
     name = name if name in names else names[0]
+    context.close(leave)  # not before there is somewhere to go: another process could take it
     session = context.open_session(name, system_prompt(console), Path.cwd(), partial(tell, console))
-    if session is None:
-        raise ValueError(f"there is nothing to go on with in the session {name}")
     tell(console, f"Resumed {session.name}: {session.turns} turns, last used {session.updated}. {session.title}")
     if session.workspace != context.clean(str(Path.cwd())):
         tell(console, f"It was held in {session.workspace or '?'}; tools now work in {Path.cwd()}.")
@@ -246,15 +243,17 @@ def command(line, session, console):
     match name:
         case "/sessions":
             list_sessions(console)
-        case "/resume" | "/new":
+        case "/resume":
+            session = open_session(argument, console, leave=session)
+        case "/new":
             context.close(session)
-            session = open_session(argument, console) if name == "/resume" else new_session(console)
+            session = new_session(console)
+            console.print(f"A new session: {session.name}")
         case "/tree":
             console.print(visible("\n".join(context.tree(session)) or "There are no requests yet."))
         case "/fork":
-            branch = context.fork(session, argument)
-            context.close(session)
-            session = branch
+            session, left = context.fork(session, argument), session
+            context.close(left)
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
             request = context.undo(session)

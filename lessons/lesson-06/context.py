@@ -221,7 +221,7 @@ def change(session, kind, messages, **details):
     if kind == "compact":  # the summary stands for messages that are gone: what is said next follows the last of them
         kept = {message.get("id") for message in messages}
         last = tip([message for message in session.messages if message.get("id") not in kept])
-        messages = [messages[0], *({"parent": last, **message} for message in messages[1:])]
+        messages = [messages[0], *({"parent": last, **message} for message in messages[1:3]), *messages[3:]]
     session.messages, session.lines = messages, []
     add_record(session, kind, **details)
     save(session)
@@ -246,7 +246,7 @@ def save(session):
         session.problem = ""
     except OSError as error:
         if not session.problem:
-            session.warn(f"Not saved, the conversation goes on in memory only: {error.strerror or error}")
+            session.warn(f"Not saved, the conversation goes on in memory only: {error}")
         session.problem = str(error)
 
 
@@ -263,7 +263,8 @@ def write_log(session):
 def open_log(session):
     """Open the session's log and claim it for this process; BlockingIOError when another has it. A new one is new."""
     make_folders()
-    while not session.log_size and session_path(session.name).exists():  # the name was taken since we chose it
+    taken = [session_path(session.name, ending).exists() for ending in (".json", LOG)]
+    if not session.log_size and any(taken):  # since we chose the name
         session.name += f"-{secrets.token_hex(2)}"
     path = session_path(session.name, LOG)
     log = open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
@@ -282,7 +283,7 @@ def open_log(session):
 
 def close(session):
     """Let go of the session, so that it can be opened again."""
-    if session.log:
+    if session and session.log:
         session.log.close()
         session.log = None
 
@@ -306,8 +307,8 @@ def clean(text):
 def make_folders():
     if STATE_DIR.parts[0] == "~":
         raise OSError("there is no home folder; set NAMI_STATE_DIR to a folder")
-    for folder in (SESSION_DIR.parent, SESSION_DIR):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    SESSION_DIR.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    SESSION_DIR.mkdir(mode=0o700, exist_ok=True)
     SESSION_DIR.chmod(0o700)  # also where it is older than this rule
 
 
@@ -321,14 +322,14 @@ def session_path(name, ending=".json"):
 
 def folder_name(workspace):
     """Return how the names of a folder's sessions begin."""
-    return re.sub(r"[^\w.-]|^\W+", "-", clean(workspace.name))[:40].lstrip("-.") or "root"
+    return re.sub(r"[^\w-]", "-", clean(workspace.name))[:40].lstrip("-") or "root"
 
 
 def new_session(workspace, system, model="", warn=print):
     """Return an empty session named after the folder, the time and chance: two started at once must differ."""
-    name = None
-    while name is None or session_path(name).exists():
-        name = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    start = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    while session_path(name := f"{start}-{secrets.token_hex(2)}").exists():
+        pass
     messages = [{"role": "system", "content": system}]
     return Session(name, clean(str(workspace)), model, created=time.strftime(TIME), messages=messages, warn=warn)
 
@@ -376,7 +377,8 @@ def load_view(name, warn=print):
         return json.loads(to_bytes(view))  # without half characters
     except (OSError, ValueError, TypeError, RecursionError) as error:
         aside = path.with_suffix(f".broken-{time.time_ns()}")
-        path.rename(aside)
+        with contextlib.suppress(OSError):
+            path.rename(aside)
         warn(f"The session {path} cannot be read ({error}). It is kept as {aside.name}.")
         return None
 
@@ -412,7 +414,7 @@ def load_into(session, name, system):
     header, own = header_of(view or {}), session.name == name
     records = read_log(name, header.get("log_size", 0))
     messages = [message for message in (view or {"messages": []})["messages"] if message["role"] != "system"]
-    logged = own and "log_size" in header and os.path.getsize(session_path(name, LOG)) > 0
+    logged = own and "log_size" in header and os.path.getsize(session_path(name, LOG)) >= header["log_size"]
     if view is None and records:  # the log has everything
         end = records[-1]
         messages, logged = originals(records, end["id"] if end["kind"] == "message" else end["parent"]), own
@@ -438,11 +440,11 @@ def load_into(session, name, system):
 def catch_up(messages, records):
     """Return the view's messages with what the log has since: we were killed before the view was saved."""
     for record in records:
-        ids = [message.get("id") for message in messages]
+        ids = [message.get("id") or message.get("parent") for message in messages]
         if record["kind"] == "message" and record["parent"] == tip(messages) and record["id"] not in ids:
             messages = [*messages, {**record["message"], "id": record["id"]}]
         elif record["kind"] == "undo" and record["parent"] in [None, *ids]:
-            messages = messages[: ids.index(record["parent"]) + 1] if record["parent"] else []
+            messages = messages[: len(ids) - ids[::-1].index(record["parent"])] if record["parent"] else []
     return messages
 
 
@@ -476,9 +478,9 @@ def undo(session):
     starts = [i for i, message in enumerate(session.messages) if message["role"] == "user" and "id" in message]
     if not starts:
         return None
-    request = session.messages[starts[-1]]["content"]
-    session.turns -= 1
-    change(session, "undo", session.messages[: starts[-1]])
+    request, rest = session.messages[starts[-1]]["content"], session.messages[: starts[-1]]
+    session.turns, session.usage = max(session.turns - 1, 0), {"prompt_tokens": estimate_tokens(rest)}
+    change(session, "undo", rest)
     return request
 
 
