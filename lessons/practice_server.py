@@ -181,12 +181,8 @@ def start(script=None, window=WINDOW, port=0, stall=None, strict=True):
     server.script = None if script is None else list(script)
     server.window, server.stall, server.strict = window, stall, strict
     server.requests, server.paths, server.authorizations, server.refusals = [], [], [], []
-    server.connections, server.closed, server.ids, server.cached = (
-        weakref.WeakSet(),
-        threading.Event(),
-        itertools.count(1),
-        "",
-    )
+    server.connections, server.closed = weakref.WeakSet(), threading.Event()
+    server.ids, server.cached = itertools.count(1), ""
     server.thread = threading.Thread(target=serve, args=(server,), daemon=True)
     server.thread.start()
     return server
@@ -433,17 +429,12 @@ FILE = re.compile(
     r"(?<![\w/.:\\])(?!https?:|e\.g|i\.e)(?:[A-Za-z]:)?[/\\]?(?:[\w.~-]+[/\\])*"
     r"(?:[\w.-]*[\w-]\.[A-Za-z][A-Za-z0-9]{0,9}|README|LICENSE|Makefile|Dockerfile)(?!\w*://)|(?<!\S)[.~]*/[\w./-]*\w"
 )
-GLUE = re.compile(
-    r"[，、。；：！？和与里]|读一下|读取?|查?看看?|打开|写入?|帮我|请"
-)  # Chinese puts no spaces round a name
-TEXT_FILE = re.compile(
-    r"\.(md|txt|py|toml|json|rst|cfg|ini|ya?ml|js|ts|css|html|sh|c|h|rs|go|java|csv)$|(README|LICENSE|Makefile)$",
-    re.IGNORECASE,
-)
+# Chinese puts no spaces round a name.
+GLUE = re.compile(r"[，、。；：！？和与里]|读一下|读取?|查?看看?|打开|写入?|帮我|请")
+KINDS = "md|txt|py|toml|json|rst|cfg|ini|ya?ml|js|ts|css|html|sh|c|h|rs|go|java|csv"
+TEXT_FILE = re.compile(rf"(\.({KINDS})|README|LICENSE|Makefile)$", re.IGNORECASE)
 SKIPPED = re.compile(r"\block\b|\.lock|\.min\.|(^|/)(\.\w|__pycache__|node_modules)", re.IGNORECASE)
-FAILED = re.compile(
-    r"\W*(?:tool |the |user )*(?:error|denied|refused|blocked|no such|cannot|错误|失败|.{0,6}拒绝)", re.IGNORECASE
-)
+FAILED = re.compile(r"(?i)\W*(?:tool |the |user )*(?:error|denied|refused|blocked|no such|cannot|错误|失败|.{0,6}拒绝)")
 DENIED = re.compile(r"(?<!permission )denied|refused by|拒绝", re.IGNORECASE)
 SUMMARY = re.compile(r"\bsummary\b|摘要|概要", re.IGNORECASE)
 
@@ -559,7 +550,8 @@ def step_number(steps):
 
 def with_ids(calls, turn):
     text = json.dumps(turn["messages"])
-    mark = zlib.crc32(text.encode())  # from the whole conversation: a count would repeat after compaction
+    # From the whole conversation: a count would repeat after compaction. The size in front is for long_rule.
+    mark = min(turn["size"], 0xFFFF) << 16 | zlib.crc32(text.encode()) & 0xFFFF
     while f"_{mark:08x}_" in text:
         mark = (mark + 1) % 2**32
     step = turn.get("step", step_number(turn["steps"]) + 1)
@@ -591,11 +583,8 @@ def outcome(turn):
     done = turn["steps"][-1][0]
     name, result = done["name"], clip(done["result"].strip())
     if DENIED.search(result[:300]):
-        return say(
-            turn,
-            f"{name} was denied, so I stop here. The answer was:\n{result}",
-            f"{name} 被拒绝，我就此停下。原因：\n{result}",
-        )
+        english = f"{name} was denied, so I stop here. The answer was:\n{result}"
+        return say(turn, english, f"{name} 被拒绝，我就此停下。原因：\n{result}")
     if FAILED.match(result):
         return say(turn, f"{name} did not succeed. It answered:\n{result}", f"{name} 没有成功，返回：\n{result}")
     return say(turn, f"Done. {name} answered:\n{result}", f"完成。{name} 返回：\n{result}")
@@ -612,17 +601,15 @@ def once(turn, name, **hints):
 
 
 def run_rule(turn):
-    told = quoted_parts(turn["request"]) or re.findall(
-        r"(?:run|execute|运行|执行)\s*[:：]\s*(.+)", turn["request"], re.IGNORECASE
-    )
+    pattern = r"(?:run|execute|运行|执行)\s*[:：]\s*(.+)"
+    told = quoted_parts(turn["request"]) or re.findall(pattern, turn["request"], re.IGNORECASE)
     return once(turn, "run_shell", command=told[0] if told else DEFAULT_COMMAND)
 
 
 def write_rule(turn):
     request, marks = turn["request"], "`'\"“”「」"
-    match = re.search(
-        r"(?:\bwrite\b|写入?)\s*[:：]?\s*(.+?)\s*(?:\binto\b|\bto\b|到|进)\s*(\S+)\s*$", request, re.IGNORECASE
-    )
+    pattern = r"(?:\bwrite\b|写入?)\s*[:：]?\s*(.+?)\s*(?:\binto\b|\bto\b|到|进)\s*(\S+)\s*$"
+    match = re.search(pattern, request, re.IGNORECASE)
     text, path = (part.strip(marks) for part in match.groups()) if match else ("", "")
     is_note = not text or re.search(r"^(?:an?|the|一个|一条|个|条)?\s*(?:note|笔记|便条)$", text, re.IGNORECASE)
     path = path or next(iter(file_names(request)), "practice-note.txt")
@@ -649,11 +636,8 @@ def look_around(turn):
     """Return the calls that list the folder, through the shell where there is no better tool; [] where neither is."""
     if "list_files" in turn["schemas"]:
         return [call(turn, "list_files")]
-    return (
-        [call(turn, "run_shell", command="dir /b" if os.name == "nt" else "ls")]
-        if "run_shell" in turn["schemas"]
-        else []
-    )
+    command = "dir /b" if os.name == "nt" else "ls"
+    return [call(turn, "run_shell", command=command)] if "run_shell" in turn["schemas"] else []
 
 
 def listed(text):
@@ -709,11 +693,11 @@ def describe(turn, done):
 
 # A long session: the prompt has to jump over the agent's limits for clearing (16,000) and compaction (24,000) and still
 # fit the window of 32,000. These numbers are shares of the window.
-REACHED, HIGHEST, SMALL = 0.766, 0.9, 0.01  # 24,500 and 28,800 tokens; a read below 320 tokens is small
+REACHED, HIGHEST, LOW, SMALL = 0.766, 0.9, 0.45, 0.01  # LOW: clearing below it shows low limits; SMALL: a read
 FEW = {2: 4, 3: 4, 4: 6, 5: 6, 13: 4, 14: 4}  # reads in each step; steps 6 to 12 read as much as the window takes
-LAST_GROWING, TAIL, MOST_READS, SMALL_READS = 12, 13, 40, 12
+LAST_GROWING, TAIL, MOST_READS, SMALL_READS, LIMIT = 12, 13, 64, 12, 200  # LIMIT: lines in a read
 CALL_COST = 65  # tokens of a call and of the frame of its result
-LIMIT = 200  # lines in a read
+CLEARED = re.compile(r"(?s)\D{0,80}(?:cleared|清除).{0,120}\Z")  # short, and no numbered lines of a file
 GOES_ON = re.compile(r"^\[.*offset \d+\]\Z", re.MULTILINE)  # then the file has more lines: later starts are safe
 
 
@@ -730,15 +714,17 @@ def long_rule(turn):
     if all(FAILED.match(done["result"]) for done in reads or listings):
         return outcome(turn)
     if not names:
-        return say(turn, "There is no text file to read here; try: write a note", "没有可读的文本文件；试试：写一个笔记")
-    reached = turn["folded"] or turn["size"] >= REACHED * turn["window"]
+        return say(turn, "There is no text file to read here; try: write a note", "没有可读的文件；试试：写一个笔记")
+    before = re.match(r"call_\d+_([0-9a-f]{4})", turn["steps"][-1][0]["id"])  # the size when this step was planned
+    low_limits = before and int(before[1], 16) < LOW * turn["window"]
+    low_limits = low_limits and any(CLEARED.match(done["result"]) for done in turn["steps"][-1])
+    reached = turn["folded"] or low_limits or turn["size"] >= REACHED * turn["window"]
     step = TAIL if 5 <= last < TAIL and reached else last + 1
     small = bool(reads) and max(map(read_cost, reads)) < SMALL * turn["window"]
     stuck = LAST_GROWING <= last < TAIL and not reached
     stuck |= small and len(reads) >= SMALL_READS and (last >= 5 or len(seen) == len(names))
     calls = [] if stuck or step > max(FEW) else plan_reads(turn, step, names, reads)
-    if small and step == 4:
-        calls = calls[: SMALL_READS - len(reads)]
+    calls = calls[: SMALL_READS - len(reads)] if small and step == 4 else calls
     turn["step"] = step
     return calls or long_answer(turn, reads, reached or last >= TAIL)
 
@@ -750,8 +736,8 @@ def plan_reads(turn, step, names, reads):
     room = HIGHEST * turn["window"] - turn["size"]
     if step in FEW:
         dearest = max([1100, *map(read_cost, sized)])  # 1,100: a result of 4,000 characters with its frame
-        count = min(FEW[step], int(room // dearest))
-        spots = [divmod(len(reads) + number, len(names)) for number in range(count)]
+        numbers = range(len(reads), len(reads) + min(FEW[step], int(room // dearest)))
+        spots = [divmod(number, len(names)) for number in numbers]
         long = {done["arguments"].get("path") for done in reads if GOES_ON.search(done["result"])}
         return [read_part(turn, names[at], 1 + 10 * again % LIMIT * (names[at] in long)) for again, at in spots]
     calls, room = [], room - 0.065 * turn["window"]  # the middle between REACHED and HIGHEST
@@ -773,23 +759,25 @@ def read_part(turn, path, start):
 
 def long_answer(turn, reads, reached):
     """Say only what the messages show."""
-    results = [message["content"] for message in turn["messages"] if message["role"] == "tool"]
-    cleared = any(len(text) < 200 and re.match(r"\D*(?:cleared|清除)", text) for text in results)
+    cleared = any(message["role"] == "tool" and CLEARED.match(message["content"]) for message in turn["messages"])
     gone = say(turn, "Old results were cleared. ", "旧结果已被清除。") if cleared else ""
     if not reached:
-        tiny = all(len(done["result"]) < 200 for done in reads)
-        more = say(turn, "The folder needs a few larger files. ", "这个文件夹需要几个大一些的文件。") if tiny else ""
-        english = f"I stop here: the prompt reached about {turn['size']:,} tokens; the files read here are too small to "
-        english += f"fill the window. {gone}{more}Small limits show the effect after a few requests: "
-        chinese = f"就此停下：提示词约 {turn['size']:,} tokens；读到的文件太小，填不满窗口。{gone}{more}"
-        chinese += "用小限额，几轮请求后就能看到效果："
+        english = f"I stop here: the prompt reached about {turn['size']:,} tokens; the files read here are too small "
+        english += f"to fill the window. {gone}"
+        chinese = f"就此停下：提示词约 {turn['size']:,} tokens；读到的文件太小，填不满窗口。{gone}"
+        if all(len(done["result"]) < 200 for done in reads):
+            english += "The folder needs a few larger files; then small limits show the effect: "
+            chinese += "文件夹里需要几个大一些的文件，然后用小限额就能看到效果："
+        else:
+            english += "Small limits show clearing and, after a few requests, a summary: "
+            chinese += "用小限额能看到清除，几轮请求后还有摘要："
         return say(turn, english, chinese) + "NAMI_SOFT_LIMIT=3000 NAMI_HARD_LIMIT=6000"
-    gone = gone or say(turn, "No old result was cleared yet. ", "旧结果还没有被清除。")
-    if turn["folded"]:
-        return say(turn, f"Done. {gone}A summary stands for the oldest requests.", f"完成。{gone}最早的请求已成为摘要。")
-    english = f"Done. {gone}There is no summary yet: compaction keeps the last two requests, so ask once more (a long "
-    english += "session), until this is the third."
-    chinese = f"完成。{gone}还没有摘要：压缩会保留最近两轮请求，再说一次“长会话”，到第三轮就能看到。"
+    gone = gone or say(turn, "No old result is cleared: that comes above the soft limit. ", "超过软限额才会清除结果。")
+    english, chinese = f"Done. {gone}A summary stands for the oldest requests.", f"完成。{gone}最早的请求已成为摘要。"
+    if not turn["folded"]:
+        english = f"Done. {gone}There is no summary yet: it comes above the hard limit, and compaction keeps the last "
+        english += "two requests, so ask once more (a long session)."
+        chinese = f"完成。{gone}还没有摘要：超过硬限额才有，而且压缩会保留最近两轮请求，请再说一次“长会话”。"
     return say(turn, english, chinese)
 
 
@@ -822,13 +810,10 @@ def summarise(messages):
     facts = [find_requests(history)]
     body = "\n".join(history).replace('\\"', '"')
     facts.append(re.findall(r"path['\"]?\s*[:=]\s*['\"]([^'\"\n]+)", body))
-    facts.append(re.findall(r"command['\"]?\s*[:=]\s*(?:\"([^\n]+?)\"[,})]|'([^\n]+?)'[,})])", body))
-    facts[2] = ["".join(pair) for pair in facts[2]]
-    facts.append(
-        [line.strip()[:160] for line in history if re.search(r"\berror\b|denied|错误|Traceback", line, re.IGNORECASE)][
-            -3:
-        ]
-    )
+    commands = re.findall(r"command['\"]?\s*[:=]\s*(?:\"([^\n]+?)\"[,})]|'([^\n]+?)'[,})])", body)
+    facts.append(["".join(pair) for pair in commands])
+    errors = re.compile(r"\berror\b|denied|错误|Traceback", re.IGNORECASE)
+    facts.append([line.strip()[:160] for line in history if errors.search(line)][-3:])
     chinese = sum(bool(CJK.search(line)) for line in facts[0]) * 2 > len(facts[0])
     room, output = min(1500, max(400, len(text) // 3)), []
     for titles, share, found in zip(TITLES, SHARES, facts, strict=True):

@@ -555,6 +555,45 @@ def test_a_long_session_ends_in_other_folders_too(size, managed):
     assert len(counts) <= 14 and ("NAMI_SOFT_LIMIT=3000" in answer) == (size == 40)
 
 
+def small_folder(files, requests=1, limit=None):
+    """Play long sessions in a folder of files (dict of lines); returns (reads of the last, answer)."""
+
+    def read(arguments):
+        lines, start = files[arguments["path"]], arguments.get("offset", 1)
+        assert start <= len(lines), "a read past the end"
+        shown = lines[start - 1 : start + 199]
+        text = "\n".join(f"{number}\t{line}" for number, line in enumerate(shown, start))
+        left = len(lines) - start - len(shown) + 1
+        return text[:4000] + (f"\n[{len(lines)} lines in all; go on with offset {start + 200}]" if left else "")
+
+    answers = {"list_files": "\n".join(files) or "no files", "read_file": read}
+    if limit:
+        answers["read_file"] = lambda arguments: "[old result cleared 已清除]"
+    steps, answer, _ = play(*["a long session"] * requests, answers=answers)
+    return sum(len(step) for step in steps[1:]), answer
+
+
+@pytest.mark.parametrize(("names", "lines"), [("a", 3), ("abc", 3), ("abc", 12), ("abcdefg", 3)])
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_small_folder_is_read_a_few_times_and_never_past_an_end(names, lines, requests):
+    count, answer = small_folder({f"{name}.txt": ["some words in it"] * lines for name in names}, requests)
+    assert count <= 12 and "the prompt reached about" in answer and "NAMI_SOFT_LIMIT=3000" in answer
+    assert ("larger files" in answer) == (lines == 3) and "cleared" not in answer
+
+
+@pytest.mark.parametrize("lines", [60, 199, 200, 201, 230, 1000])
+def test_normal_files_are_never_read_past_an_end(lines):
+    assert small_folder({"a.txt": ["some words " * 5] * lines})[1].startswith("Done")
+
+
+def test_a_long_session_without_files_or_with_low_limits():
+    assert small_folder({}) == (0, "There is no text file to read here; try: write a note")
+    count, answer = small_folder({"a.txt": [], "b.txt": []}, limit=True)
+    assert count <= 28 and answer.startswith("Done. Old results were cleared. There is no summary yet")
+    assert "Error: no" in play("a long session", answers={"list_files": "a.txt", "read_file": "Error: no"})[1]
+    assert play("list the files", answers={"list_files": "a.txt"})[1].startswith("The listing I was given has 1 line.")
+
+
 def test_lost_steps_are_not_started_again():
     block = user("[Summary]\n- things\nThe running request:\nread three files")
     assert "content" in practice.practice_reply([SYSTEM, block], TOOLS)

@@ -432,8 +432,8 @@ def load_into(session, name, system):
     if view is None or not logged:
         requests = [message["content"] for message in kept if message["role"] == "user"]
         session.turns, session.title = len(requests), " ".join(" ".join(requests[:1]).split())[:80]
+        session.usage = {"prompt_tokens": estimate_tokens(messages)}
         append(session, *messages[len(kept) :])
-        session.usage = {"prompt_tokens": estimate_tokens(session.messages)}
     repair_session(session, closed=True)
 
 
@@ -495,8 +495,8 @@ def fork(session, identity):
             end = record["id"]
     branch = new_session(Path(session.workspace), session.messages[0]["content"], session.model, session.warn)
     branch.plan = list(session.plan)
-    append(branch, *originals(records, end))
-    branch.usage = {"prompt_tokens": estimate_tokens(branch.messages)}
+    branch.usage["prompt_tokens"] = estimate_tokens(messages := originals(records, end))
+    append(branch, *messages)
     repair_session(branch, closed=True)
     return branch
 
