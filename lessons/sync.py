@@ -307,7 +307,9 @@ def make_diffstat(page, _):
     words = in_language(page, ("new: ", "changed: ", "dropped: "), ("新增：", "改动：", "去掉："))
     for word, key in zip(words, ROW_LISTS, strict=True):
         if names := getattr(compare(number), key):
-            text += in_language(page, "; ", "；") + word + ", ".join(f"`{name}`" for name in names)
+            listed = ", ".join(f"`{name}`" for name in names)
+            many = in_language(page, f"{len(names)} definitions", f"{len(names)} 个定义")
+            text += in_language(page, "; ", "；") + word + (listed if len(names) <= 8 else many)
     return text
 
 

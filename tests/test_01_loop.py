@@ -1,4 +1,4 @@
-"""Lesson 1: the loop, the errors of a provider, and the person at a terminal or behind a pipe. R…: ../shared/reports.md"""
+"""Lesson 1: the loop, the errors of a provider, and the person at a terminal or behind a pipe. R…: the id of a reported failure."""
 
 import json
 import os

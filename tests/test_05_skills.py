@@ -1,4 +1,4 @@
-"""Lesson 5: rules from AGENTS.md, skills listed by one line and loaded on demand. R…: ../shared/reports.md"""
+"""Lesson 5: rules from AGENTS.md, skills listed by one line and loaded on demand. R…: the id of a reported failure."""
 
 import io
 import os
