@@ -108,8 +108,7 @@ def clear_old_tool_results(messages, keep=KEEP_RECENT_TOOL_RESULTS):
     """Layer 2. Blank all but the newest `keep` tool results, in place; no message goes, each call needs its result."""
     results = [message for message in messages if message["role"] == "tool"]
     for message in results[: max(0, len(results) - keep)]:
-        if estimate_tokens(message["content"]) > estimate_tokens(PLACEHOLDER):
-            message["content"] = PLACEHOLDER
+        message["content"] = PLACEHOLDER
     return messages
 
 
