@@ -47,14 +47,17 @@ SESSION = "default"
 STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
 
 
-def handle_call(call, perms):
+def handle_call(call, perms, console=None):
     """Run one tool call if it may; return its result. A failure or a denial is a result too: the model reads it."""
     name, arguments = call.function.name, call.function.arguments
     try:
         fields = tools.parse_arguments(name, arguments)
     except ValueError:  # nobody is asked about a call that cannot run; execute says what is wrong with it
         return tools.execute(name, arguments)
-    return perms.check(name, fields) or tools.execute(name, fields)
+    if refusal := perms.check(name, fields):
+        return refusal
+    with (console or make_console()).status(f"running {name}"):
+        return tools.execute(name, fields)
 
 
 def run(user_input, messages, perms, client=None, console=None, usage=None):
@@ -81,7 +84,7 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
                 return reply.content
             for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
-                result = truncate_tool_result(handle_call(call, perms))
+                result = truncate_tool_result(handle_call(call, perms, console))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")

@@ -51,14 +51,17 @@ tools.TOOLS["load_skill"] = tools.describe_tool(load_skill)
 STOPPED = "(This turn stopped early. A call without a result above may not have run, or only in part.)"
 
 
-def handle_call(call, perms):
+def handle_call(call, perms, console=None):
     """Run one tool call if it may; return its result. A failure or a denial is a result too: the model reads it."""
     name, arguments = call.function.name, call.function.arguments
     try:
         fields = tools.parse_arguments(name, arguments)
     except ValueError:  # nobody is asked about a call that cannot run; execute says what is wrong with it
         return tools.execute(name, arguments)
-    return perms.check(name, fields) or tools.execute(name, fields)
+    if refusal := perms.check(name, fields):
+        return refusal
+    with (console or make_console()).status(f"running {name}"):
+        return tools.execute(name, fields)
 
 
 def run(user_input, messages, perms, client=None, console=None, usage=None):
@@ -85,7 +88,7 @@ def run(user_input, messages, perms, client=None, console=None, usage=None):
                 return reply.content
             for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
-                result = handle_call(call, perms)
+                result = handle_call(call, perms, console)
                 if call.function.name != "load_skill":  # instructions must arrive whole
                     result = truncate_tool_result(result)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

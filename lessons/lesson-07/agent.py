@@ -61,14 +61,17 @@ HARD_LIMIT = whole_number("NAMI_HARD_LIMIT", 24000)
 tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
 
 
-def handle_call(call, perms):
+def handle_call(call, perms, console=None):
     """Run one tool call if it may; return its result. A failure or a denial is a result too: the model reads it."""
     name, arguments = call.function.name, call.function.arguments
     try:
         fields = tools.parse_arguments(name, arguments)
     except ValueError:  # nobody is asked about a call that cannot run; execute says what is wrong with it
         return tools.execute(name, arguments)
-    return perms.check(name, fields) or tools.execute(name, fields)
+    if refusal := perms.check(name, fields):
+        return refusal
+    with (console or make_console()).status(f"running {name}"):
+        return tools.execute(name, fields)
 
 
 def run(user_input, session, perms, client=None, console=None):
@@ -95,7 +98,7 @@ def run(user_input, session, perms, client=None, console=None):
                 console.print(visible(reply.content))
             for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
-                result = handle_call(call, perms)
+                result = handle_call(call, perms, console)
                 if call.function.name != "load_skill":  # instructions must arrive whole
                     result = truncate_tool_result(result)
                 append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
@@ -376,7 +379,6 @@ EXAMPLES = """examples:
   python agent.py                                    go on with the latest session of this folder
   git diff | python agent.py -p "review this diff"   one turn; stdout gets the answer alone
   python agent.py --base-url http://127.0.0.1:11434/v1 --model qwen3:8b
-
 Keys: OPENAI_API_KEY, DEEPSEEK_API_KEY, DASHSCOPE_API_KEY, MOONSHOT_API_KEY,
 ZHIPUAI_API_KEY or OPENROUTER_API_KEY."""
 
@@ -480,8 +482,7 @@ def main(arguments=None):
         return list_sessions(console)
     url, key, model, line = model_server(options)
     tell(console, line)
-    ask = (lambda question: "yes") if options.yes else nobody if options.prompt is not None else None
-    perms = PermissionManager(ask=ask)
+    perms = PermissionManager(ask=(lambda _: "yes") if options.yes else nobody if options.prompt is not None else None)
     try:
         session = choose_session(options, console)
         session.model = model
