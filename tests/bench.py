@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from conftest import CODE, LESSON, STATE_DIR, Terminal, as_session, context, practice_server
+from conftest import CODE, LESSON, ROOT, STATE_DIR, Terminal, as_session, context, practice_server
 from rich.console import Console
 from rich.table import Table
 
@@ -66,7 +66,7 @@ def time_step(count):
 def peak_memory():
     """MB of one turn at 1,000 messages, the whole process."""
     code = "import bench, resource; bench.time_step(1000); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="tests")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "tests")
     return int(done.stdout) / (1024 if sys.platform != "darwin" else 1024**2)
 
 
@@ -129,13 +129,19 @@ def rows():
     yield "start to prompt, practice model", f"{median_of(time_to_prompt) * 1000:.0f} ms"
     time_step(2)  # imports
     for count in (10, 100, 1000):
-        yield f"our time in a step, {count:,} messages", f"{median_of(lambda count=count: time_step(count)) * 1000:.1f} ms"
+        seconds = median_of(lambda count=count: time_step(count))
+        yield f"our time in a step, {count:,} messages", f"{seconds * 1000:.1f} ms"
     shutil.rmtree(STATE_DIR, ignore_errors=True)
     yield "peak memory, 1,000 messages", f"{peak_memory():.0f} MB"
 
 
 if __name__ == "__main__":
+    workspace = STATE_DIR.parent / "workspace"  # not here: the state folder may not lie inside the workspace
+    workspace.mkdir()
+    os.chdir(workspace)
     table = Table("median of 5", "figure", title=f"{CODE.name}, Python {sys.version.split()[0]}")
     for name, figure in [*rows(), *(session_rows() if LESSON >= 6 else [])]:
         table.add_row(name, figure)
     CONSOLE.print(table)
+    os.chdir(ROOT)
+    shutil.rmtree(STATE_DIR.parent)
