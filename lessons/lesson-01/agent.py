@@ -65,7 +65,7 @@ def run(user_input, messages, client=None, console=None):
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
     reply.tool_calls = reply.tool_calls or None
-    if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
+    if not (reply.content or "").strip():  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     return {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content", "tool_calls"})}
 

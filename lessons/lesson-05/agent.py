@@ -135,7 +135,7 @@ def show_change(console, what, before, messages):
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
     reply.tool_calls = reply.tool_calls or None
-    if not reply.content:  # providers refuse an empty text, as they refuse an empty list of calls
+    if not (reply.content or "").strip():  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
     for call in reply.tool_calls or []:
