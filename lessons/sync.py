@@ -277,11 +277,20 @@ def make_lessons(page, _):
     return "\n".join(table_rows)
 
 
+# agent.py may add tools to the table. What it draws with is not needed for that, and need not be installed to check.
+PRINT_SCHEMAS = """
+import json, sys, types
+sys.path.insert(0, ".")
+sys.modules["rich"] = sys.modules["rich.console"] = types.SimpleNamespace(console=None, Console=None)
+import agent, tools
+print(json.dumps(tools.get_schemas()))
+"""
+
+
 @functools.cache
 def schemas(where):
     """The tool schemas of a folder, asked of the code itself in a process of its own: all lessons call it `tools`."""
-    code = "import json, sys; sys.path.insert(0, '.'); import agent, tools; print(json.dumps(tools.get_schemas()))"
-    command = [sys.executable, "-B", "-c", code]
+    command = [sys.executable, "-B", "-c", PRINT_SCHEMAS]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Fault(f"get_schemas() of tools.py failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
