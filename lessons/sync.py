@@ -1,4 +1,4 @@
-"""Keep the lessons true: every lesson folder is a full copy; what can be derived from the copies is made or checked here.
+"""Keep the lessons true: every lesson folder is a full copy; what can be derived from them is made or checked here.
 
   python lessons/sync.py check         report everything that is out of step, change nothing
   python lessons/sync.py write         make the generated text again, copy the last lesson to the top level
@@ -113,7 +113,8 @@ def table():
     except (OSError, ValueError) as error:
         raise Fault(f"R6 lessons/lessons.toml: cannot be read ({error}) · fix: repair the file") from None
     lessons, until = data.get("lesson", []), data.get("until", {})
-    if not isinstance(lessons, list) or not all(isinstance(row, dict) for row in lessons) or not isinstance(until, dict):
+    are_rows = isinstance(lessons, list) and all(isinstance(row, dict) for row in lessons)
+    if not are_rows or not isinstance(until, dict):
         raise Fault("R6 lessons/lessons.toml: wants [[lesson]] tables and an [until] table · fix: repair the file")
     return lessons, until
 
@@ -426,7 +427,8 @@ def layout_faults():
             yield finding("R6", where.name, f"{key} is not a list", "put it in [ ] in lessons.toml")
         for key, kind in (("budget", int), ("why", str)):
             if not isinstance(row.get(key, kind()), kind):
-                yield finding("R6", where.name, f"{key} is of the wrong type", f"make it {kind.__name__} in lessons.toml")
+                fix = f"make it {kind.__name__} in lessons.toml"
+                yield finding("R6", where.name, f"{key} is of the wrong type", fix)
         if not (where / "agent.py").is_file():
             yield finding("R6", where.name, "has no agent.py", "add the file, or remove the row from lessons.toml")
     expected = {folder(number).name for number in numbers}

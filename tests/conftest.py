@@ -50,7 +50,7 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def stage(tmp_path, monkeypatch):
-    """An empty workspace as the current folder, an empty state folder, a HOME of its own, loopback as the only network."""
+    """An empty workspace as the current folder, an empty state folder, a HOME of its own, only loopback as network."""
     connect = socket.socket.connect
 
     def loopback_only(self, address):

@@ -1,4 +1,4 @@
-"""Lesson 1: the loop, the errors of a provider, and the person at a terminal or behind a pipe. R…: the id of a reported failure."""
+"""Lesson 1: the loop, the errors of a provider, the person at a terminal or behind a pipe. R…: a reported failure."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from conftest import CODE, agent_command, call, pipe, run_turn
+from conftest import CODE, call, pipe, run_turn
 
 KEY = "sk-the-secret-key-of-this-person"
 NO_RETRY = {"x-should-retry": "false"}  # the SDK would repeat a 500 after a pause

@@ -272,6 +272,7 @@ def test_a_summary_that_is_no_summary_replaces_nothing(serve, workspace, summary
 
 def test_ctrl_c_in_the_summary_leaves_the_history(serve):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts without it
+
     def interrupt(body):
         os.kill(os.getpid(), signal.SIGINT)
         return {"wait": 5}
@@ -397,7 +398,7 @@ def test_sessions_lie_where_the_file_tools_cannot_reach(workspace):
 
 
 def test_what_was_saved_is_loaded_and_readable():
-    messages = [*history(2), user("你好，世界 ☕"), says("a\u2028b \\ \" \0")]
+    messages = [*history(2), user("你好，世界 ☕"), says('a\u2028b \\ " \0')]
     save_session("x", history(5))
     save_session("x", messages)
     assert load_session("x") == messages

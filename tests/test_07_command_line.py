@@ -1,4 +1,4 @@
-"""Lesson 7: flags, one turn from a script, providers, and a clear word for each wrong setting. R…: the id of a reported failure."""
+"""Lesson 7: flags, one turn from a script, providers, a clear word for each wrong setting. R…: a reported failure."""
 
 import http.server
 import io
