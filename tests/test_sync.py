@@ -1,5 +1,8 @@
 """lessons/sync.py on toy lessons made in a temporary folder: each finding appears when broken, and not before."""
 
+import contextlib
+import importlib.util
+import io
 import os
 import re
 import shutil
@@ -72,13 +75,24 @@ def edit(path, old, new):
 
 
 def sync(root, *arguments, cwd=None):
-    """Run sync.py of a toy tree. Returns (exit code, output)."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("COV")} | {
-        "PYTHONDONTWRITEBYTECODE": "1"
-    }
-    command = [sys.executable, str(root / "lessons" / "sync.py"), *arguments]
+    """Run sync.py of a toy tree in this process, fresh each time. Returns (exit code, output)."""
+    if "run" in arguments:
+        return sync_process(root, *arguments, cwd=cwd)
+    spec = importlib.util.spec_from_file_location("toy_sync", root / "lessons" / "sync.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with contextlib.chdir(cwd or root.parent), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = module.main(list(arguments))
+    out.flush()
+    return code, out.buffer.getvalue().decode("utf-8")
+
+
+def sync_process(root, *arguments, cwd=None):
+    """The same as a program of its own: what a child prints goes straight to the screen."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
     done = subprocess.run(
-        command,
+        [sys.executable, "-B", str(root / "lessons" / "sync.py"), *arguments],
         cwd=cwd or root.parent,
         env=env,
         check=False,
