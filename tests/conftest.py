@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -143,6 +144,16 @@ def pipe(text, *arguments, timeout=20, **env):
         env={**os.environ, **env},
     )
     return SimpleNamespace(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
+
+
+def repl(text):
+    """Run the whole program in this process with `text` piped in: a process of its own costs half a second more."""
+    import agent
+
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.multiple(sys, stdin=io.StringIO(text), stdout=out, stderr=err, argv=["agent.py"]):
+        code = agent.main() or 0
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 class Terminal:

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from conftest import CODE, call, pipe, run_turn
+from conftest import CODE, call, pipe, repl, run_turn
 
 KEY = "sk-the-secret-key-of-this-person"
 NO_RETRY = {"x-should-retry": "false"}  # the SDK would repeat a 500 after a pause
@@ -194,9 +194,10 @@ def test_error_in_step_three_keeps_the_steps_before_it(serve, notes):  # R159
     assert requests_of_user(kept) == ["look", "go on"] and server.refusals == []
 
 
-def test_refused_key_is_one_line_without_the_key_and_the_prompt_comes_back(serve):
+def test_refused_key_is_one_line_without_the_key_and_the_prompt_comes_back(serve, monkeypatch):
     serve({"status": 401, "content": f"Incorrect API key provided: {KEY}."}, "fine")
-    done = pipe("hi\nagain\n", OPENAI_API_KEY=KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    done = repl("hi\nagain\n")
     assert (done.code, done.err) == (0, "")
     assert "Incorrect API key" in done.out and KEY not in done.out
     assert "fine" in done.out and done.out.count("> ") == 3
@@ -230,7 +231,7 @@ def test_server_that_hangs_up_is_one_line(serve):
 
 def test_without_key_and_server_the_practice_model_answers_and_says_so_in_one_line(workspace):
     (workspace / "notes.txt").write_text("buy milk\n")
-    done = pipe("read notes.txt\n")
+    done = repl("read notes.txt\n")
     assert (done.code, done.err) == (0, "")
     said = [line for line in done.out.splitlines() if "practice model" in line]
     assert len(said) == 1 and "OPENAI_API_KEY" in said[0] and done.out.startswith(said[0])
@@ -293,7 +294,7 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_says_how_to_leave(serve, termin
 @pytest.mark.parametrize("text", ["", "exit\n", "quit\n", " exit \n", "\n   \n"])
 def test_leaving_is_clean_and_needs_no_model(serve, text):  # R130
     server = serve("not asked")
-    done = pipe(text)
+    done = repl(text)
     assert (done.code, done.err, server.requests) == (0, "", [])
     assert [line for line in done.out.splitlines() if line.strip("> ") and server.url not in line] == []
 

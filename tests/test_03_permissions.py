@@ -3,7 +3,7 @@
 import permissions
 import pytest
 import tools
-from conftest import call, pipe, run_turn
+from conftest import call, repl, run_turn
 from permissions import PermissionManager
 
 SECRET = "the secret of another folder"
@@ -382,7 +382,7 @@ def test_text_in_a_file_grants_nothing(serve, workspace):  # R125
 
 def test_without_a_terminal_nothing_is_approved_and_the_next_line_is_a_message(serve, workspace):  # R132
     server = serve(call("run_shell", TOUCH), "it was denied", "you said yes")
-    done = pipe("run it\nyes\n")
+    done = repl("run it\nyes\n")
     assert (done.code, done.err) == (0, "") and not (workspace / "done.txt").exists()
     assert "terminal" in done.out and "you said yes" in done.out
     assert "denied" in server.requests[1]["messages"][-1]["content"].lower()

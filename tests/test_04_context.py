@@ -15,7 +15,7 @@ import agent
 import context
 import practice_server
 import pytest
-from conftest import CODE, STATE_DIR, call, pipe, run_turn
+from conftest import CODE, STATE_DIR, call, pipe, repl, run_turn
 from context import clear_old_tool_results, load_session, save_session, split_for_compact, truncate_tool_result
 from permissions import PermissionManager
 
@@ -518,7 +518,7 @@ def test_the_agent_starts_with_a_broken_session_and_says_so(serve, monkeypatch):
     agent.main()
     (path,) = (path for path in STATE_DIR.rglob("*.json") if "first answer" in path.read_text())
     path.write_bytes(broken := path.read_bytes()[:-20])
-    done = pipe("second\n")
+    done = repl("second\n")
     assert (done.code, done.err) == (0, "") and path.name in done.out and "second answer" in done.out
     assert broken in [path.read_bytes() for path in STATE_DIR.rglob("*") if path.is_file()]
 
@@ -533,7 +533,7 @@ def test_an_error_in_the_middle_of_a_turn_loses_nothing_and_is_saved(serve, work
 
     failure = {"status": 500, "content": "out of order", "headers": {"x-should-retry": "false"}}
     server = serve(*[call("list_files", {})] * 3, failure, look_at_disk)
-    done = pipe("work\ngo on\n")
+    done = repl("work\ngo on\n")
     assert (done.code, done.err, server.refusals) == (0, "", []) and "out of order" in done.out and "back" in done.out
     last = server.requests[-1]["messages"]
     assert sum(m["role"] == "tool" and "notes.txt" in m["content"] for m in last) == 3
@@ -561,7 +561,7 @@ def test_after_ctrl_c_and_a_kill_the_next_start_resumes_and_can_be_sent(serve, t
     person.expect("> ")
     os.kill(person.pid, signal.SIGKILL)
     add_unanswered_call()
-    done = pipe("third\n")
+    done = repl("third\n")
     assert (done.code, done.err, server.refusals) == (0, "", []) and "esumed" in done.out and "last answer" in done.out
     texts = [message.get("content") or "" for message in server.requests[-1]["messages"]]
     assert {"first", "first answer", "second", "more", "third"} <= set(texts)
