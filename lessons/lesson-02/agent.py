@@ -5,7 +5,6 @@
 """Lesson 2: the loop stays as it was; what the agent can do is a table of tools, each one plain function."""
 
 import os
-import secrets
 import sys
 from pathlib import Path
 
@@ -55,12 +54,9 @@ def run(user_input, messages, client=None, console=None):
 
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
-    reply.tool_calls = reply.tool_calls or None
     if not (reply.content or "").strip():  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
-    for call in reply.tool_calls or []:
-        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
         message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
     return message

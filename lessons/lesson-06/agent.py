@@ -4,10 +4,8 @@
 # ///
 """Lesson 6: a session loses nothing: every message is logged, a crash is repaired, and earlier points can be forked."""
 
-import json
 import os
 import re
-import secrets
 import sys
 import time
 from functools import partial
@@ -122,15 +120,12 @@ def replace_view(session, kind, messages, console):
 
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
-    reply.tool_calls = reply.tool_calls or None
     if not (reply.content or "").strip():  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
-    for call in reply.tool_calls or []:
-        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
         message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
-    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
+    return context.clean(message)
 
 
 def model_server():

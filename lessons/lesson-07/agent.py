@@ -8,10 +8,8 @@ import argparse
 import atexit
 import contextlib
 import difflib
-import json
 import os
 import re
-import secrets
 import socket
 import sys
 import time
@@ -178,15 +176,12 @@ def list_models(client):
 
 def to_message(reply):
     """The SDK's reply as a plain dict, which JSON can store; only the fields that every provider takes back."""
-    reply.tool_calls = reply.tool_calls or None
     if not (reply.content or "").strip():  # providers refuse an empty text, as they refuse an empty list of calls
         reply.content = None if reply.tool_calls else "(empty reply)"
     message = {"role": "assistant", **reply.model_dump(exclude_none=True, include={"content"})}
-    for call in reply.tool_calls or []:
-        call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     if reply.tool_calls:  # a broken call runs nothing, but as it stands no provider takes it back
         message["tool_calls"] = [tools.sendable_call(call) for call in reply.tool_calls]
-    return json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
+    return context.clean(message)
 
 
 def model_server(options=None):
@@ -403,7 +398,7 @@ def choose_session(options, console):
     if not options.new and options.session is not None:
         return open_session(options.session, console)
     session = new_session(console) if options.new or options.prompt is not None else latest_session(console)
-    if options.session and any(context.session_path(options.session, end).exists() for end in (".json", context.LOG)):
+    if options.session and context.session_exists(options.session):
         raise ValueError(f"the session {options.session} exists: leave out --new to go on with it")
     session.name = options.session or (session.name if options.prompt is None else f"{session.name}{SCRIPT}")
     return session

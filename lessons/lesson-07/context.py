@@ -262,8 +262,7 @@ def write_log(session):
 def open_log(session):
     """Open the session's log and claim it for this process; BlockingIOError when another has it. A new one is new."""
     make_folders()
-    taken = [session_path(session.name, ending).exists() for ending in (".json", LOG)]
-    if not session.log_size and any(taken):  # since we chose the name
+    if not session.log_size and session_exists(session.name):  # since we chose the name
         session.name += f"-{secrets.token_hex(2)}"
     path = session_path(session.name, LOG)
     log = open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
@@ -298,9 +297,9 @@ def sendable(message):
     return {key: message[key] for key in ("role", "content", "tool_calls", "tool_call_id") if key in message}
 
 
-def clean(text):
-    """Return `text` without half characters (lone surrogates): they can be neither sent nor saved."""
-    return text.encode(errors="replace").decode()
+def clean(value):
+    """Return text, or what JSON can hold, without half characters (lone surrogates), which nobody can send or save."""
+    return json.loads(to_bytes(value))
 
 
 def make_folders():
@@ -319,6 +318,10 @@ def session_path(name, ending=".json"):
     return SESSION_DIR / f"{name}{ending}"
 
 
+def session_exists(name):
+    return any(session_path(name, ending).exists() for ending in (".json", LOG))
+
+
 def folder_name(workspace):
     """Return how the names of a folder's sessions begin."""
     return re.sub(r"[^\w-]", "-", clean(workspace.name))[:40].lstrip("-") or "root"
@@ -327,7 +330,7 @@ def folder_name(workspace):
 def new_session(workspace, system, model="", warn=print):
     """Return an empty session named after the folder, the time and chance: two started at once must differ."""
     start = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    while session_path(name := f"{start}-{secrets.token_hex(2)}").exists():
+    while session_exists(name := f"{start}-{secrets.token_hex(2)}"):
         pass
     messages = [{"role": "system", "content": system}]
     return Session(name, clean(str(workspace)), model, created=time.strftime(TIME), messages=messages, warn=warn)
@@ -373,7 +376,7 @@ def load_view(name, warn=print):
         view = {"messages": view} if isinstance(view, list) else view  # lesson 4 saved the bare messages
         if not isinstance(view, dict) or not all(map(is_message, view.get("messages", [None]))):
             raise ValueError("it is not a session")
-        return json.loads(to_bytes(view))  # without half characters
+        return clean(view)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         aside = path.with_suffix(f".broken-{time.time_ns()}")
         with contextlib.suppress(OSError):
@@ -394,7 +397,7 @@ def header_of(view):
 def open_session(name, system, workspace, warn=print):
     """Return the saved session `name`, or None; a branch where another process holds it: two would lose messages."""
     session = Session(name, clean(str(workspace)), log_size=1, warn=warn)  # not 0: it is not a new one
-    if not session_path(name).exists() and not session_path(name, LOG).exists():
+    if not session_exists(name):
         return None
     try:
         session.log = open_log(session)  # before reading: from here on nobody else writes

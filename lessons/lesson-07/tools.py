@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -185,6 +186,7 @@ def decode_arguments(arguments):
 
 def sendable_call(call):
     """Return a tool call as every provider takes it back in the history: an id, a plain name, the JSON of an object."""
+    call.id = call.id or f"call_{secrets.token_hex(4)}"  # some local servers give none
     name, arguments = call.function.name or "", call.function.arguments
     try:
         fields = decode_arguments(arguments)
