@@ -5,9 +5,7 @@
 """Lesson 7: a real command line: flags, one turn from a script, providers, and clear words for every wrong setting."""
 
 import argparse
-import atexit
 import contextlib
-import difflib
 import os
 import re
 import socket
@@ -151,27 +149,24 @@ def explain(error, client):
     body, status = getattr(error, "body", None), getattr(error, "status_code", None)
     reason = body.get("message", body) if isinstance(body, dict) else body
     text = f"Error {status}: {reason or error}" if status else f"{error} {error.__cause__ or ''}"
-    if "context" in text and "length" in text:
-        hint = "The conversation is too long for this model: take the last request back (/undo) or start afresh (/new)."
-    elif "tool" in text and "support" in text:
-        hint = "This model cannot call tools: choose another with /model NAME."
-    elif status in (400, 404) and "model" in text:
-        hint = f"{list_models(client)} Choose one with /model NAME."
-    elif status == 404:
-        hint = f"The address was {str(client.base_url).rstrip('/')}/chat/completions; most base URLs end in /v1."
-    else:
-        hint = "" if status else f"Is the server at {client.base_url} running? It has {TIMEOUT} seconds (NAMI_TIMEOUT)."
     text = " ".join(text.replace(client.api_key, "***").split())[:600]
-    return " ".join(f"{text} · {hint}".split()) if hint else text
+    models = list_models(client) if status in (400, 404) else None
+    address = str(client.base_url).rstrip("/")
+    hints = [  # (when, what to do); the first that fits is shown
+        ("context" in text and "length" in text, "The conversation is too long for this model: try /undo or /new."),
+        ("tool" in text and "support" in text, "This model cannot call tools: choose another with /model NAME."),
+        (models and "model" in text, f"{models} Choose one with /model NAME."),
+        (status == 404, f"The address was {address}/chat/completions; most base URLs end in /v1."),
+        (not status, f"Is the server at {address} running? It has {TIMEOUT} seconds (NAMI_TIMEOUT)."),
+    ]
+    return text + next((f" · {hint}" for fits, hint in hints if fits), "")
 
 
 def list_models(client):
-    """Return the names of the models that the server has as a sentence; nothing when it does not tell."""
-    try:
+    """Return the names of the models that the server has as a sentence; None when it does not tell."""
+    with contextlib.suppress(Exception):  # whatever it answers: this is only a hint
         names = [model.id for model in client.with_options(timeout=1, max_retries=0).models.list().data]
-    except Exception:  # whatever it answers: this is only a hint
-        return ""
-    return f"It has {', '.join(names[:20])}."
+        return f"It has {', '.join(names[:20])}."
 
 
 def to_message(reply):
@@ -186,22 +181,21 @@ def to_message(reply):
 
 def model_server(options=None):
     """Return (base URL, key, model, a line for the person). Flags come first, then variables, then PROVIDERS by key."""
-    demo, url, model = (options.demo, options.base_url, options.model) if options else (False, None, None)
-    url, model = clean_url(url or os.environ.get("OPENAI_BASE_URL", "")), model or os.environ.get("NAMI_MODEL")
-    if url and not demo:
-        local = LOOPBACK.match(url)
-        key = read_key("OPENAI_API_KEY", local) or (local and "no-key") or usage_error(f"{url} needs OPENAI_API_KEY")
+    options = options or parse_options([])
+    url, model = clean_url(options.base_url), options.model
+    if url and not options.demo:
+        key = read_key("OPENAI_API_KEY", url) or usage_error(f"{url} needs OPENAI_API_KEY")
         return url, key, model or MODEL, f"{model or MODEL}, {url}"
     for variable, (name, url, default) in PROVIDERS.items():
-        if not demo and (key := read_key(variable)):
+        if not options.demo and (key := read_key(variable, url)):
             return url, key, model or default, f"{model or default}, {name} (by {variable})"
     here = Path(__file__).resolve().parent
     sys.path += [str(here / "lessons"), str(here.parent)]
     import practice_server
 
-    lines = " · ".join(practice_server.suggest(tools.TOOLS))
-    why = "" if demo else "No OPENAI_API_KEY, nor another (--help): "
-    line = f"{why}the practice model answers, by fixed rules. Try: {lines}"
+    line = f"the practice model answers, by fixed rules. Try: {' · '.join(practice_server.suggest(tools.TOOLS))}"
+    if not options.demo:
+        line = "\n".join([f"No OPENAI_API_KEY, nor another (--help): {line}", *local_servers()])
     return practice_server.start().url, "no-key", "practice", line
 
 
@@ -214,11 +208,12 @@ def clean_url(text):
     return url
 
 
-def read_key(variable, local=False):
-    """Return the key in an environment variable, or "". What cannot be a key is a mistake, unless none is needed."""
+def read_key(variable, url):
+    """Return the key in an environment variable, or "". What cannot be a key is a mistake, unless `url` needs none."""
     key = os.environ.get(variable, "").strip().strip("'\"")
-    key = "" if local and re.search("[^!-~]", key) else key
-    if not local and re.search(r"[^!-~]|your[-_]|\.\.\.|xxxx|^x+$|[<>{}]", key, re.IGNORECASE):
+    if LOOPBACK.match(url):
+        return key if re.fullmatch("[!-~]+", key) else "no-key"
+    if re.search(r"[^!-~]|your[-_]|\.\.\.|xxxx|^x+$|[<>{}]", key, re.IGNORECASE):
         usage_error(f"{variable} holds no key but a placeholder, or one with a space or a foreign letter: set it again")
     return key
 
@@ -227,12 +222,11 @@ def local_servers():
     """Return a line for each model server that listens on this machine: its models, and how to use it."""
     lines = []
     for port, name in LOCAL_SERVERS.items():
-        with socket.socket() as probe:
-            probe.settimeout(0.2)
-            if probe.connect_ex(("127.0.0.1", port)):
-                continue
-        if models := list_models(make_client(f"http://127.0.0.1:{port}/v1", "no-key")):  # else: another program
-            lines.append(f"{name} runs here: --base-url http://127.0.0.1:{port}/v1 --model NAME. {models}")
+        url = f"http://127.0.0.1:{port}/v1"
+        with contextlib.suppress(OSError):  # nothing listens
+            socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
+            if models := list_models(make_client(url, "no-key")):  # else: another program
+                lines.append(f"{name} runs here: --base-url {url} --model NAME. {models}")
     return lines
 
 
@@ -291,36 +285,27 @@ def open_session(name, console, leave=None):
 
 def latest_session(console):
     """Return the newest session of this folder, or a new one."""
-    here = context.clean(str(Path.cwd()))
-    ours = re.compile(re.escape(context.folder_name(Path.cwd())) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
+    here, ours = context.clean(str(Path.cwd())), f"{context.folder_name(Path.cwd())}-20"  # 20..: then comes the year
     for path, header in context.saved_sessions():
         # A broken file does not tell its folder, but its name does; its log still has every message.
-        mine = ours.fullmatch(path.stem) if header is None else header.get("workspace") == here
+        mine = header.get("workspace") == here if header else path.stem.startswith(ours)
         if mine and not path.stem.endswith(SCRIPT):
-            try:
+            with contextlib.suppress(ValueError):  # somebody gave the file a name that no session has
                 return open_session(path.stem, console)
-            except ValueError as error:
-                tell(console, str(error))
     return new_session(console)
 
 
 def list_sessions(console):
     """Show the saved sessions, newest first; * marks those of this folder."""
-    lines, broken, here = [], [], context.clean(str(Path.cwd()))
+    here = context.clean(str(Path.cwd()))
     for path, header in context.saved_sessions():
         if header is None:
-            broken.append(path.name)
+            console.print(visible(f"  {path.name} cannot be read"))
             continue
         mark = "*" if header.get("workspace") == here else " "
-        minutes = int(time.time() - path.stat().st_mtime) // 60
-        hours = minutes // 60
-        age = f"{minutes} min" if hours < 2 else f"{hours} h" if hours < 48 else f"{hours // 24} days"
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
-        lines.append(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}")
-        lines.append(f"    {header.get('title', '')}")
-    if broken:
-        lines.append(f"{len(broken)} cannot be read: {', '.join(broken)}")
-    console.print(visible("\n".join(lines)))
+        used = f"last used {header.get('updated', '?')} in {header.get('workspace', '?')}"
+        console.print(visible(f"{mark} {path.stem}  {numbers}, {used}\n    {header.get('title', '')}"))
 
 
 COMMANDS = {
@@ -364,18 +349,16 @@ def command(line, session, console):
             request = context.undo(session)
             console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
         case _:
-            near = difflib.get_close_matches(name.lower(), COMMANDS, 1, 0.5)
-            raise ValueError(f"There is no {name}. {f'Did you mean {near[0]}?' if near else '/help shows all.'}")
+            raise ValueError(f"There is no {name}; there are {', '.join(COMMANDS)}")
     session.model = model  # a saved one may have had another, which this server may lack
     return session
 
 
-EXAMPLES = """examples:
+EXAMPLES = f"""examples:
   python agent.py                                    go on with the latest session of this folder
   git diff | python agent.py -p "review this diff"   one turn; stdout gets the answer alone
   python agent.py --base-url http://127.0.0.1:11434/v1 --model qwen3:8b
-Keys: OPENAI_API_KEY, DEEPSEEK_API_KEY, DASHSCOPE_API_KEY, MOONSHOT_API_KEY,
-ZHIPUAI_API_KEY or OPENROUTER_API_KEY."""
+Keys: {", ".join(PROVIDERS)}"""
 
 
 def parse_options(arguments):
@@ -388,8 +371,9 @@ def parse_options(arguments):
     parser.add_argument("--sessions", action="store_true", help="list the saved sessions")
     parser.add_argument("--yes", action="store_true", help="approve what would be asked, without showing it")
     parser.add_argument("--demo", action="store_true", help="use the practice model, offline")
-    parser.add_argument("--model", metavar="NAME", help="the model; else NAMI_MODEL")
-    parser.add_argument("--base-url", metavar="URL", help="the model server; else OPENAI_BASE_URL")
+    model, url = (os.environ.get(name, "") for name in ("NAMI_MODEL", "OPENAI_BASE_URL"))
+    parser.add_argument("--model", metavar="NAME", default=model, help="the model; else NAMI_MODEL")
+    parser.add_argument("--base-url", metavar="URL", default=url, help="the model server; else OPENAI_BASE_URL")
     return parser.parse_args(arguments)
 
 
@@ -420,23 +404,14 @@ def nobody(question):
     raise EOFError  # in a script there is no one to ask
 
 
-def set_up_input():
-    """Tab completes slash commands and the arrow keys recall earlier input, where Python has readline."""
-    try:
+def recall_requests(session):
+    """Let the arrow keys bring back the requests of the session, where Python has readline."""
+    with contextlib.suppress(ImportError):  # Windows has its own recall
         import readline
-    except ImportError:
-        return  # Windows has its own recall
-    readline.set_completer_delims("")
-    readline.set_completer(lambda text, i: ([name for name in COMMANDS if name.startswith(text)] + [None])[i])
-    readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
-    history = context.STATE_DIR / "history"
-    with contextlib.suppress(OSError):  # no place for it: what was typed in this run is still recalled
-        context.make_folders()
-        os.close(os.open(history, os.O_CREAT | os.O_RDWR, 0o600))
-        readline.read_history_file(history)
-        known = readline.get_current_history_length()
-        new = readline.get_current_history_length  # minus known, at the end: another terminal may have added its own
-        atexit.register(lambda: history.exists() and readline.append_history_file(new() - known, history))
+
+        for message in session.messages:
+            if message["role"] == "user" and "id" in message:  # a summary has none
+                readline.add_history(message["content"])
 
 
 def repl(session, perms, server, console):
@@ -466,28 +441,22 @@ def repl(session, perms, server, console):
 def main(arguments=None):
     """Run the command line; return the exit code."""
     options = parse_options(arguments)
-    console = make_console(stderr=options.prompt is not None)
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        usage_error("this folder has been deleted: go to another one")
+    script = options.prompt is not None
+    console = make_console(stderr=script)
     if os.environ.get("NAMI_STATE_DIR") and context.STATE_DIR.resolve().is_relative_to(Path.cwd()):
         usage_error("NAMI_STATE_DIR lies in the workspace, where the agent could rewrite its memory: set another one")
     if options.sessions:
         return list_sessions(console)
     url, key, model, line = model_server(options)
     tell(console, line)
-    perms = PermissionManager(ask=(lambda _: "yes") if options.yes else nobody if options.prompt is not None else None)
+    perms = PermissionManager(ask=(lambda _: "yes") if options.yes else nobody if script else None)
     try:
         session = choose_session(options, console)
         session.model = model
-        if options.prompt is not None:
+        if script:
             return one_turn(options.prompt, session, perms, make_client(url, key), console)
         if sys.stdin.isatty():
-            set_up_input()
-            if model == "practice":
-                for line in local_servers():
-                    tell(console, line)
+            recall_requests(session)
         repl(session, perms, (url, key), console)
     except ValueError as error:
         usage_error(str(error))
@@ -504,6 +473,5 @@ if __name__ == "__main__":
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on, as in `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        os._exit(1)  # sys.exit would try to write the rest
     sys.exit(code)

@@ -61,9 +61,9 @@ def edit_file(path: str, old: str, new: str, replace_all: bool = False) -> str:
     """
     target = existing_file(path)
     text = target.read_bytes().decode()  # strict, and bytes: a file that is not UTF-8, or has CRLF, must stay as it is
-    count = text.count(old) if old else 0
     if not old:
         raise ValueError("old is empty; give the text to replace, or use write_file")
+    count = text.count(old)
     if count == 0:
         raise ValueError(f"old does not occur in {path}; read the file again and copy the text exactly")
     if count > 1 and not replace_all:
@@ -112,10 +112,9 @@ def run_shell(command: str, timeout: int = 120) -> str:
             status = describe_exit(process.wait(timeout))
         except subprocess.TimeoutExpired:
             status = f"killed: it still ran after {timeout} seconds"
-            kill_group(process)
-        except BaseException:  # Ctrl-C above all
-            kill_group(process)
-            raise
+        finally:
+            if process.returncode is None:  # also after Ctrl-C
+                kill_group(process)
         size = os.fstat(output.fileno()).st_size
         output.seek(0)
         text = output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
@@ -128,9 +127,7 @@ def existing_file(path):
     """Return `path` as a Path to a regular file: a folder cannot be read, and a named pipe would wait for ever."""
     target = Path(path).expanduser()
     if not target.is_file():
-        raise ValueError(
-            f"{path} is a folder or a device, not a file" if target.exists() else f"there is no file {path}"
-        )
+        raise ValueError(f"there is no file {path}; list_files shows which there are")
     return target
 
 

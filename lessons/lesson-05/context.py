@@ -32,7 +32,7 @@ def project_rules(workspace, warn=print):
     parts = []
     for path in filter(os.path.lexists, paths):
         try:
-            text = read_inside(path, path.parent.resolve() if path.parent == STATE_DIR else root)
+            text = read_inside(path, root)
             parts.append(f"Rules from {path}:\n{truncate_tool_result(text, MAX_RULES_CHARS)}")
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a loop
             warn(f"Skipped {path}: {error}")
@@ -43,12 +43,9 @@ def find_skills(warn=print):
     """Return the skills as {name: (description, text)}; a broken one is skipped with a word."""
     skills = {}
     for place in SKILL_FOLDERS:
-        folders = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
-        for folder in (path for path in folders if path.is_dir() and not path.name.startswith(".")):
+        for folder in filter(Path.is_dir, sorted(place.glob("[!.]*"))):
             try:
-                # Those of the workspace may not lead out of it; the person's own may be links to anywhere.
-                root = folder.resolve() if STATE_DIR in folder.parents else Path.cwd()
-                name, description, text = parse_skill(read_inside(folder / "SKILL.md", root))
+                name, description, text = parse_skill(read_inside(folder / "SKILL.md", Path.cwd()))
                 if name in skills:
                     raise ValueError(f"there is a skill {name} already")
                 skills[name] = description[:MAX_DESCRIPTION_CHARS], f"(from {folder})\n{text}"
@@ -68,10 +65,10 @@ def parse_skill(text):
 
 
 def read_inside(path, root):
-    """Return the text of the file `path`; ValueError when a link leads out of the folder `root`."""
-    if not path.resolve().is_relative_to(root.resolve()):
+    """Return the text of `path`. ValueError: it is a link out of `root`; only the person's own may lead anywhere."""
+    if STATE_DIR not in path.parents and not path.resolve().is_relative_to(root.resolve()):
         raise ValueError("it is a link that leads out of its folder")
-    if not path.is_file():
+    if not path.is_file():  # a named pipe would let us wait for ever
         raise ValueError(f"there is no file {path.name}")
     return path.read_text(encoding="utf-8-sig", errors="replace")
 

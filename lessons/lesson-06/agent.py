@@ -4,6 +4,7 @@
 # ///
 """Lesson 6: a session loses nothing: every message is logged, a crash is repaired, and earlier points can be forked."""
 
+import contextlib
 import os
 import re
 import sys
@@ -193,35 +194,27 @@ def open_session(name, console, leave=None):
 
 def latest_session(console):
     """Return the newest session of this folder, or a new one."""
-    here = context.clean(str(Path.cwd()))
-    ours = re.compile(re.escape(context.folder_name(Path.cwd())) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
+    here, ours = context.clean(str(Path.cwd())), f"{context.folder_name(Path.cwd())}-20"  # 20..: then comes the year
     for path, header in context.saved_sessions():
         # A broken file does not tell its folder, but its name does; its log still has every message.
-        if ours.fullmatch(path.stem) if header is None else header.get("workspace") == here:
-            try:
+        mine = header.get("workspace") == here if header else path.stem.startswith(ours)
+        if mine:
+            with contextlib.suppress(ValueError):  # somebody gave the file a name that no session has
                 return open_session(path.stem, console)
-            except ValueError as error:
-                tell(console, str(error))
     return new_session(console)
 
 
 def list_sessions(console):
     """Show the saved sessions, newest first; * marks those of this folder."""
-    lines, broken, here = [], [], context.clean(str(Path.cwd()))
+    here = context.clean(str(Path.cwd()))
     for path, header in context.saved_sessions():
         if header is None:
-            broken.append(path.name)
+            console.print(visible(f"  {path.name} cannot be read"))
             continue
         mark = "*" if header.get("workspace") == here else " "
-        minutes = int(time.time() - path.stat().st_mtime) // 60
-        hours = minutes // 60
-        age = f"{minutes} min" if hours < 2 else f"{hours} h" if hours < 48 else f"{hours // 24} days"
         numbers = f"{header.get('turns', 0)} turns, {header.get('usage', {}).get('prompt_tokens', 0):,} tokens"
-        lines.append(f"{mark} {path.stem}  {age} ago, {numbers}, in {header.get('workspace', '?')}")
-        lines.append(f"    {header.get('title', '')}")
-    if broken:
-        lines.append(f"{len(broken)} cannot be read: {', '.join(broken)}")
-    console.print(visible("\n".join(lines)))
+        used = f"last used {header.get('updated', '?')} in {header.get('workspace', '?')}"
+        console.print(visible(f"{mark} {path.stem}  {numbers}, {used}\n    {header.get('title', '')}"))
 
 
 COMMANDS = {

@@ -8,6 +8,7 @@ import secrets
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 MAX_TOOL_CHARS = 4000
@@ -20,6 +21,7 @@ MAX_DESCRIPTION_CHARS = 1024  # the convention's own limit
 SKILL_FOLDERS = [Path(".nami/skills"), Path(".agents/skills"), STATE_DIR / "skills"]
 LOG = ".log.jsonl"
 TIME = "%Y-%m-%dT%H:%M:%S%z"
+NO_RESULT = "a call without a result answered"
 INTERRUPTED = "(This call was interrupted: it may not have run, or only in part.)"
 UNANSWERED = "(This turn stopped before an answer.)"
 PLACEHOLDER = "[old tool result cleared 旧的工具结果已清除; call the tool again if you need it 需要时可再次调用]"
@@ -39,7 +41,7 @@ def project_rules(workspace, warn=print):
     parts = []
     for path in filter(os.path.lexists, paths):
         try:
-            text = read_inside(path, path.parent.resolve() if path.parent == STATE_DIR else root)
+            text = read_inside(path, root)
             parts.append(f"Rules from {path}:\n{truncate_tool_result(text, MAX_RULES_CHARS)}")
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a loop
             warn(f"Skipped {path}: {error}")
@@ -50,12 +52,9 @@ def find_skills(warn=print):
     """Return the skills as {name: (description, text)}; a broken one is skipped with a word."""
     skills = {}
     for place in SKILL_FOLDERS:
-        folders = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
-        for folder in (path for path in folders if path.is_dir() and not path.name.startswith(".")):
+        for folder in filter(Path.is_dir, sorted(place.glob("[!.]*"))):
             try:
-                # Those of the workspace may not lead out of it; the person's own may be links to anywhere.
-                root = folder.resolve() if STATE_DIR in folder.parents else Path.cwd()
-                name, description, text = parse_skill(read_inside(folder / "SKILL.md", root))
+                name, description, text = parse_skill(read_inside(folder / "SKILL.md", Path.cwd()))
                 if name in skills:
                     raise ValueError(f"there is a skill {name} already")
                 skills[name] = description[:MAX_DESCRIPTION_CHARS], f"(from {folder})\n{text}"
@@ -75,10 +74,10 @@ def parse_skill(text):
 
 
 def read_inside(path, root):
-    """Return the text of the file `path`; ValueError when a link leads out of the folder `root`."""
-    if not path.resolve().is_relative_to(root.resolve()):
+    """Return the text of `path`. ValueError: it is a link out of `root`; only the person's own may lead anywhere."""
+    if STATE_DIR not in path.parents and not path.resolve().is_relative_to(root.resolve()):
         raise ValueError("it is a link that leads out of its folder")
-    if not path.is_file():
+    if not path.is_file():  # a named pipe would let us wait for ever
         raise ValueError(f"there is no file {path.name}")
     return path.read_text(encoding="utf-8-sig", errors="replace")
 
@@ -191,72 +190,82 @@ class Session:
     usage: dict = field(default_factory=lambda: {"prompt_tokens": 0})  # of the last request
     plan: list = field(default_factory=list)
     last_id: int = 0  # the newest record of the log
+    tip: int = 0  # the newest message: what comes next has it as parent; 0: there is none
     log_size: int = 0  # how many bytes of the log this view knows
-    messages: list = field(default_factory=list)  # dicts; "id" is their record, a summary's "parent" the one it follows
-    lines: list = field(default_factory=list)  # each message as JSON bytes: made once, not at every saving
+    messages: list = field(default_factory=list)  # dicts; those in the log have the "id" and "parent" of their record
     pending: list = field(default_factory=list)  # records that are not in the log yet
     log: object = None  # the open log file; also the lock
     warn: object = print
     problem: str = ""  # why the last saving failed
 
 
-SAVED = list(Session.__dataclass_fields__)[1:11]  # workspace to log_size
+SAVED = list(Session.__dataclass_fields__)[1:12]  # workspace to log_size
 
 
 def append(session, *messages):
     """Add messages to the log and the view. Whatever kills us, only the one in flight is lost."""
     for message in map(sendable, messages):
-        add_record(session, "message", message=message)
-        session.messages.append({**message, "id": session.last_id})
-        session.lines.append(to_bytes(session.messages[-1]))
-        if message["role"] == "user":
-            session.turns += 1
-            session.title = session.title or " ".join(message["content"].split())[:80]
+        follow(session, add_record(session, "message", message=message))
     save(session)
 
 
 def change(session, kind, messages, **details):
-    """Make `messages` the view, after clearing, a summary, a repair or undo; the log keeps what was there before."""
-    if kind == "compact":  # the summary stands for messages that are gone: what is said next follows the last of them
-        kept = {message.get("id") for message in messages}
-        last = tip([message for message in session.messages if message.get("id") not in kept])
-        messages = [messages[0], *({"parent": last, **message} for message in messages[1:3]), *messages[3:]]
-    session.messages, session.lines = messages, []
+    """Make `messages` the view, after clearing, a summary or a repair; the log keeps what was there before."""
+    session.messages = messages
     add_record(session, kind, **details)
     save(session)
 
 
+def undo(session):
+    """Take the last request and all after it out of the view; return its text, None when there is none to take."""
+    requests = [message for message in session.messages if message["role"] == "user" and "parent" in message]
+    if not requests:
+        return None
+    follow(session, add_record(session, "undo", parent=requests[-1]["parent"]))
+    session.usage = {"prompt_tokens": estimate_tokens(session.messages)}
+    save(session)
+    return requests[-1]["content"]
+
+
 def add_record(session, kind, **data):
-    """Queue the next record of the log. Its parent is the newest message of the view: so branches form a tree."""
+    """Queue the next record of the log and return it. Its parent is the newest message: so branches form a tree."""
     session.last_id += 1
-    record = {"id": session.last_id, "parent": tip(session.messages), "time": time.strftime(TIME), "kind": kind, **data}
+    record = {"id": session.last_id, "parent": session.tip, "time": time.strftime(TIME), "kind": kind, **data}
     session.pending.append(record)
+    return record
+
+
+def follow(session, record):
+    """Bring the view to a record, new or read from the log: back to its parent, then on by the message it may have."""
+    parent = record["parent"]
+    if parent < session.tip:  # what is newer was taken back
+        kept = list(takewhile(lambda message: message.get("id", 0) <= parent, session.messages))
+        session.turns -= sum(message["role"] == "user" for message in session.messages[len(kept) :])
+        session.messages = kept
+    session.tip = parent
+    if record["kind"] == "message":
+        session.tip = record["id"]
+        session.messages.append({**record["message"], "id": record["id"], "parent": parent})
+        if record["message"]["role"] == "user":
+            session.turns += 1
+            session.title = session.title or " ".join(record["message"]["content"].split())[:80]
 
 
 def save(session):
     """Write the log first, then the view. A full disk must not end the conversation: say so once, go on in memory."""
     session.updated = time.strftime(TIME)
-    if len(session.lines) != len(session.messages):
-        session.lines = list(map(to_bytes, session.messages))
     try:
         session.log = session.log or open_log(session)
-        write_log(session)
-        write_view(session.name, session.lines, {name: getattr(session, name) for name in SAVED})
+        data = b"".join(b"\n" + to_bytes(record) for record in session.pending)  # \n first: it ends a torn line
+        if session.log.write(data) < len(data):
+            raise OSError("the disk is full")
+        session.pending, session.log_size = [], session.log.tell()
+        save_session(session.name, session.messages, **{name: getattr(session, name) for name in SAVED})
         session.problem = ""
     except OSError as error:
         if not session.problem:
             session.warn(f"Not saved, the conversation goes on in memory only: {error}")
         session.problem = str(error)
-
-
-def write_log(session):
-    """Append the queued records; a line torn by a crash or a full disk is ended first, so that it spoils no other."""
-    data = b"".join(to_bytes(record) + b"\n" for record in session.pending)
-    if session.log.seek(0, os.SEEK_END) and session.log.seek(-1, os.SEEK_END) and session.log.read(1) != b"\n":
-        data = b"\n" + data
-    if session.log.write(data) < len(data):
-        raise OSError("the disk is full")
-    session.pending, session.log_size = [], session.log.tell()
 
 
 def open_log(session):
@@ -284,12 +293,6 @@ def close(session):
     if session and session.log:
         session.log.close()
         session.log = None
-
-
-def tip(messages):
-    """Return the id of the newest message that is in the log."""
-    ids = (message.get("id") or message.get("parent") for message in reversed(messages))
-    return next(filter(None, ids), None)
 
 
 def sendable(message):
@@ -329,26 +332,19 @@ def folder_name(workspace):
 
 def new_session(workspace, system, model="", warn=print):
     """Return an empty session named after the folder, the time and chance: two started at once must differ."""
-    start = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    while session_exists(name := f"{start}-{secrets.token_hex(2)}"):
-        pass
+    name = f"{folder_name(workspace)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     messages = [{"role": "system", "content": system}]
     return Session(name, clean(str(workspace)), model, created=time.strftime(TIME), messages=messages, warn=warn)
 
 
-def save_session(name, messages):
-    """Write `messages` as the view of session `name`."""
-    write_view(name, map(to_bytes, messages), {})
-
-
-def write_view(name, lines, header):
+def save_session(name, messages, **header):
     """Write the view, whole or not at all. Its first line is all but the messages: a list of sessions needs no more."""
     make_folders()
     first = to_bytes({"format": 1, "name": name, **header})[:-1] + b', "messages": [\n'
     temp = tempfile.NamedTemporaryFile(dir=SESSION_DIR, prefix=".", delete=False)  # made with mode 0600
     try:
         with temp:
-            temp.write(b"".join([first, b",\n".join(lines), b"\n]}\n"]))
+            temp.write(first + b",\n".join(map(to_bytes, messages)) + b"\n]}\n")
             temp.flush()
             os.fsync(temp.fileno())
         os.replace(temp.name, session_path(name))
@@ -362,92 +358,67 @@ def to_bytes(value):
 
 def load_session(name, warn=print):
     """Return the saved messages of session `name`, or None."""
-    view = load_view(name, warn)
+    view = read_view(session_path(name), warn)
     return view and list(map(sendable, view["messages"]))
 
 
-def load_view(name, warn=print):
-    """Return what was saved, as a dict, or None. A file that cannot be used is set aside, never overwritten."""
-    path = session_path(name)
-    if not path.exists():
-        return None
+def read_view(path, warn=None):
+    """Return what a session file holds, or None. With `warn` a broken one is set aside; else its first line will do."""
     try:
-        view = json.loads(path.read_text(encoding="utf-8"))
-        view = {"messages": view} if isinstance(view, list) else view  # lesson 4 saved the bare messages
-        if not isinstance(view, dict) or not all(map(is_message, view.get("messages", [None]))):
+        with open(path, encoding="utf-8", newline="\n") as file:
+            text = file.readline(100_000)
+            short = text.endswith('"messages": [\n') and not warn  # else of lesson 4, or edited by hand
+            view = clean(json.loads(text + ("]}" if short else file.read())))
+        view = view if isinstance(view, dict) else {"messages": view}  # lesson 4 saved the bare messages
+        if not isinstance(view.get("messages"), list) or not all(map(is_message, view["messages"])):
             raise ValueError("it is not a session")
-        return clean(view)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        aside = path.with_suffix(f".broken-{time.time_ns()}")
-        with contextlib.suppress(OSError):
-            path.rename(aside)
-        warn(f"The session {path} cannot be read ({error}). It is kept as {aside.name}.")
+        blank = vars(Session(""))
+        return {key: view[key] for key in [*SAVED, "messages"] if type(view.get(key)) is type(blank[key])}
+    except (OSError, ValueError, RecursionError) as error:
+        if warn and os.path.lexists(path):
+            aside = path.with_suffix(f".broken-{time.time_ns()}")
+            with contextlib.suppress(OSError):
+                path.rename(aside)
+            warn(f"The session {path} cannot be read ({error}). It is kept as {aside.name}.")
         return None
 
 
-def header_of(view):
-    """Return the Session fields in a saved view; one of the wrong type, as in a file edited by hand, is left out."""
-    blank = Session("")
-    header = {name: view[name] for name in SAVED if type(view.get(name)) is type(getattr(blank, name))}
-    if not isinstance(header.get("usage", {}).get("prompt_tokens", 0), int):
-        del header["usage"]
-    return header
+def saved_sessions():
+    """Yield (path, header) of every saved session, newest first; header is a dict, None where the file is broken."""
+    for path in sorted(SESSION_DIR.glob("*.json"), key=lambda path: path.lstat().st_mtime_ns, reverse=True):
+        yield path, read_view(path)
 
 
 def open_session(name, system, workspace, warn=print):
     """Return the saved session `name`, or None; a branch where another process holds it: two would lose messages."""
-    session = Session(name, clean(str(workspace)), log_size=1, warn=warn)  # not 0: it is not a new one
     if not session_exists(name):
         return None
+    session = Session(name, clean(str(workspace)), log_size=1, warn=warn)  # not 0: it is not a new one
+    session.messages = [{"role": "system", "content": system}]
     try:
         session.log = open_log(session)  # before reading: from here on nobody else writes
     except BlockingIOError:
-        session = new_session(workspace, system, warn=warn)
+        session.name = new_session(workspace, system).name
         warn(f"Another process uses the session {name}: this goes on in a branch, {session.name}.")
-    except OSError as error:
-        warn(f"Not saved: {error.strerror or error}")
-    load_into(session, name, system)
-    return session
-
-
-def load_into(session, name, system):
-    """Fill `session` from the view of session `name`, and from the log with what is newer or not in the view."""
-    view = load_view(name, session.warn)
-    header, own = header_of(view or {}), session.name == name
-    records = read_log(name, header.get("log_size", 0))
-    messages = [message for message in (view or {"messages": []})["messages"] if message["role"] != "system"]
-    logged = own and "log_size" in header and os.path.getsize(session_path(name, LOG)) >= header["log_size"]
-    if view is None and records:  # the log has everything
-        end = records[-1]
-        messages, logged = originals(records, end["id"] if end["kind"] == "message" else end["parent"]), own
-    elif "log_size" in header:
-        messages = catch_up(messages, records)
-    kept = messages if logged else []
-    if own and view and not logged:  # from lesson 4; should we have been killed while logging it, not all is new
-        said = originals(records, records[-1]["id"]) if records else []
-        kept = [old for old, new in zip(said, messages, strict=False) if sendable(old) == sendable(new)]
-    for key, value in header.items() if own else []:
-        setattr(session, key, value)
-    ids = [record["id"] for record in records] + [message.get("id", 0) for message in messages]
-    session.last_id = max([session.last_id, *ids]) if own else 0
-    session.messages = [{"role": "system", "content": system}, *kept]
-    if view is None or not logged:
-        requests = [message["content"] for message in kept if message["role"] == "user"]
-        session.turns, session.title = len(requests), " ".join(" ".join(requests[:1]).split())[:80]
-        session.usage = {"prompt_tokens": estimate_tokens(messages)}
-        append(session, *messages[len(kept) :])
+    except OSError:
+        pass  # save will say so
+    view = read_view(session_path(name), warn) or {"messages": [], "log_size": 0}  # a lost view: the log has everything
+    session.messages += [message for message in view.pop("messages") if message["role"] != "system"]
+    vars(session).update(view)
+    records = read_log(name, view.get("log_size", 0))
+    session.last_id = max([session.last_id, *(record["id"] for record in records)])
+    logged = "log_size" in view and os.path.getsize(session_path(name, LOG)) >= view["log_size"]
+    for record in records if logged else []:  # we were killed between log and view, or the view is lost
+        follow(session, record)
+    if not logged or session.name != name:  # of lesson 4, without its log, or a branch: all of it is new to the log
+        messages, session.messages = session.messages[1:], session.messages[:1]
+        session.tip = session.turns = 0
+        append(session, *messages)
+    if "usage" not in view:
+        session.usage = {"prompt_tokens": estimate_tokens(session.messages)}
+        save(session)
     repair_session(session, closed=True)
-
-
-def catch_up(messages, records):
-    """Return the view's messages with what the log has since: we were killed before the view was saved."""
-    for record in records:
-        ids = [message.get("id") or message.get("parent") for message in messages]
-        if record["kind"] == "message" and record["parent"] == tip(messages) and record["id"] not in ids:
-            messages = [*messages, {**record["message"], "id": record["id"]}]
-        elif record["kind"] == "undo" and record["parent"] in [None, *ids]:
-            messages = messages[: len(ids) - ids[::-1].index(record["parent"])] if record["parent"] else []
-    return messages
+    return session
 
 
 def read_log(name, start=0):
@@ -457,47 +428,31 @@ def read_log(name, start=0):
         file.seek(start)
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if is_record(record):
-                    records[record["id"]] = record
+                match json.loads(line):
+                    case {"id": int(), "parent": int() | None, "kind": str(kind)} as record:
+                        if kind != "message" or is_message(record.get("message")):
+                            records[record["id"]] = {**record, "parent": record["parent"] or 0}  # None: of older logs
     return list(records.values())
 
 
 def originals(records, identity):
-    """Return the messages as they were said, from the first to the record `identity`, along the parents."""
-    by_id = {record["id"]: record for record in records}
-    chain, record = [], by_id.get(identity)
-    while record:
-        if record["kind"] == "message":
-            chain.append({**record["message"], "id": record["id"]})
-        parent = record["parent"]
-        record = by_id.get(parent) if parent and parent < record["id"] else None  # a damaged log could go in circles
-    return chain[::-1]
-
-
-def undo(session):
-    """Take the last request and all after it out of the view; return its text, None when there is none to take."""
-    starts = [i for i, message in enumerate(session.messages) if message["role"] == "user" and "id" in message]
-    if not starts:
-        return None
-    request, rest = session.messages[starts[-1]]["content"], session.messages[: starts[-1]]
-    session.turns, session.usage = max(session.turns - 1, 0), {"prompt_tokens": estimate_tokens(rest)}
-    change(session, "undo", rest)
-    return request
+    """Return the messages as they were said, from the first to the end of the turn of request `identity`."""
+    session = Session("")
+    for record in records:
+        if record["id"] > identity and (record["kind"] == "undo" or record.get("message", {}).get("role") == "user"):
+            break
+        follow(session, record)
+    return session.messages
 
 
 def fork(session, identity):
     """Return a new session with the original messages up to the end of the turn of request `identity`, a text."""
     records = read_log(session.name)
-    end = next((record["id"] for record in records if str(record["id"]) == identity and "message" in record), None)
-    if end is None:
+    if identity not in [str(record["id"]) for record in records if record["kind"] == "message"]:
         raise ValueError(f"There is no request {identity} in this session; /tree shows the ids.")
-    for record in records:
-        if record["kind"] == "message" and record["parent"] == end and record["message"]["role"] != "user":
-            end = record["id"]
+    messages = originals(records, int(identity))
     branch = new_session(Path(session.workspace), session.messages[0]["content"], session.model, session.warn)
-    branch.plan = list(session.plan)
-    branch.usage["prompt_tokens"] = estimate_tokens(messages := originals(records, end))
+    branch.plan, branch.usage = list(session.plan), {"prompt_tokens": estimate_tokens(messages)}
     append(branch, *messages)
     repair_session(branch, closed=True)
     return branch
@@ -506,44 +461,19 @@ def fork(session, identity):
 def tree(session):
     """Return the requests of the session's log as lines: id, then text, indented by branch; * is on today's path."""
     records = read_log(session.name)
-    path = {message["id"] for message in originals(records, tip(session.messages))}
-    request, depth, children, lines = {None: None}, {None: 0}, {}, []  # request: the one that a record belongs to
+    path = {message["id"] for message in originals(records, session.last_id)}
+    depth, lines = {}, []
     for record in records:
-        before = request.get(record["parent"])
-        request[record["id"]] = before
+        identity, parent = record["id"], record["parent"]
+        depth[identity] = depth.get(parent, 0)
         if record["kind"] == "compact":
             lines.append("      (compacted here)")
         elif record["kind"] == "message" and record["message"]["role"] == "user":
-            request[record["id"]] = record["id"]
-            children[before] = children.get(before, -1) + 1
-            depth[record["id"]] = depth[before] + children[before]
-            mark = "*" if record["id"] in path else " "
+            depth[parent] = depth[identity] + 1  # another request after the same message is a branch
+            mark = "*" if identity in path else " "
             title = " ".join(record["message"]["content"].split())[:80]
-            lines.append(f"{'    ' * depth[record['id']]}{mark} {record['id']:>4}  {title}")
+            lines.append(f"{'    ' * depth[identity]}{mark} {identity:>4}  {title}")
     return lines
-
-
-def saved_sessions():
-    """Yield (path, header) of every saved session, newest first; header is a dict, None where the file is broken."""
-    entries = os.scandir(SESSION_DIR) if SESSION_DIR.is_dir() and os.access(SESSION_DIR, os.R_OK) else []
-    entries = [entry for entry in entries if entry.name.endswith(".json")]
-    for entry in sorted(entries, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns, reverse=True):
-        try:
-            yield Path(entry.path), read_header(entry.path)
-        except (OSError, ValueError, RecursionError):
-            yield Path(entry.path), None
-
-
-def read_header(path):
-    """Return all but the messages of a view: from its first line, as save_session wrote it, else from the whole."""
-    with open(path, "rb") as file:
-        first = file.readline(100_000)
-        file.seek(-3, os.SEEK_END)
-        if file.read() == b"]}\n":
-            return header_of(json.loads(first.rpartition(b', "messages"')[0] + b"}"))
-        file.seek(0)
-        view = json.load(file)  # from lesson 4, or edited by hand
-        return header_of(view if isinstance(view, dict) else {})
 
 
 def repair_session(session, closed=False, quiet=False):
@@ -561,65 +491,51 @@ def repair_session(session, closed=False, quiet=False):
 
 def repair(messages):
     """Return (messages that every provider takes, what was wrong: a list of texts). A second time changes nothing."""
-    fixed, faults, seen, rest = [], [], set(), messages[::-1]
-    while rest:
-        message = rest.pop()
+    fixed, faults, waiting, seen = [], [], [], set()
+    for message in messages:
         role, calls, text = message["role"], message.get("tool_calls") or [], message.get("content") or ""
-        last = fixed[-1]["role"] if fixed else ""
-        if role == "tool" or (role == "system" and fixed):
-            faults.append(f"a {role} message out of place left out")
+        last = fixed[-1]["role"] if fixed else "system"
+        if role == "tool":  # it takes the place of the stand-in that came with its call, below
+            call, result = next((pair for pair in waiting if pair[0]["id"] == message["tool_call_id"]), (None, None))
+            if call:
+                waiting.remove((call, result))
+                result.update(message, tool_call_id=result["tool_call_id"])
+                faults.remove(NO_RESULT)
+            else:
+                faults.append("a result without its call left out")
+        elif role == "system" and fixed:
+            faults.append("a system message out of place left out")
         elif not calls and not text.strip():
             faults.append("an empty message left out")
-        elif role == "assistant" and last in ("", "system"):
+        elif role == "assistant" and last == "system":
             faults.append("an answer without a request left out")
-        elif role == "assistant" and last == "assistant":  # one with calls is followed by its results
-            faults.append("two answers in a row joined")
-            rest.append({**message, "content": f"{fixed.pop()['content']}\n{text}"})
-        elif role == "user" and last in ("user", "tool"):
-            faults.append("a turn without an answer closed")
-            rest += [message, {"role": "assistant", "content": UNANSWERED}]
-        elif calls:
-            results = []
-            while rest and rest[-1]["role"] == "tool":
-                results.append(rest.pop())
-            fixed += repair_calls(message, results, seen, faults)
         else:
-            fixed.append({key: value for key, value in message.items() if key != "tool_calls"})
+            if role == "user" and last in ("user", "tool"):
+                faults.append("a turn without an answer closed")
+                fixed.append({"role": "assistant", "content": UNANSWERED})
+            elif role == "assistant" and last == "assistant":  # one with calls is followed by its results
+                faults.append("two answers in a row joined")
+                message = {**message, "content": f"{fixed.pop()['content']}\n{text}"}
+            waiting = []
+            for call in calls:
+                identity = call["id"] if call["id"] not in seen else f"{call['id']}-{len(seen)}"
+                seen.add(identity)  # providers want each id once; some models count from 0 in every reply
+                waiting.append((call, {"role": "tool", "tool_call_id": identity, "content": INTERRUPTED}))
+                faults.append(NO_RESULT)
+            message = {**message, "tool_calls": [{**call, "id": result["tool_call_id"]} for call, result in waiting]}
+            fixed.append({key: value for key, value in message.items() if value not in (None, "", [])})
+            fixed += [result for _, result in waiting]
     return fixed, faults
-
-
-def repair_calls(message, results, seen, faults):
-    """Return an assistant message with calls, followed by exactly one result for each. seen: the ids used before."""
-    calls, answers = [], []
-    for call in message["tool_calls"]:
-        own = next((result for result in results if result["tool_call_id"] == call["id"]), None)
-        if own is None:
-            faults.append("a call without a result answered")
-        else:
-            results.remove(own)
-        identity = call["id"] or "call"
-        while identity in seen:  # providers want each id once; some models count from 0 in every reply
-            identity += f"-{len(seen)}"
-        seen.add(identity)
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = arguments if isinstance(json.loads(arguments), dict) else "{}"
-        calls.append({"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}})
-        answers.append({**(own or {"role": "tool", "content": INTERRUPTED}), "tool_call_id": identity})
-    faults += ["a result without its call left out"] * len(results)
-    message = {key: value for key, value in message.items() if key != "content" or value}
-    return [{**message, "tool_calls": calls}, *answers]
 
 
 def is_message(value):
     match value:
-        case {"id": identity} if type(identity) is not int:
-            return False
-        case {"role": "tool", "tool_call_id": str(), "content": str()} | {"role": "system" | "user", "content": str()}:
+        case {"role": "assistant", "tool_calls": [*calls]}:
+            return all(map(is_call, calls))
+        case {"role": "tool", "tool_call_id": str(), "content": str()}:
             return True
-        case {"role": "assistant"}:
-            calls = value.get("tool_calls") or []
-            return isinstance(value.get("content") or "", str) and isinstance(calls, list) and all(map(is_call, calls))
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            return True
     return False
 
 
@@ -627,11 +543,4 @@ def is_call(value):
     match value:
         case {"id": str(), "function": {"name": str(), "arguments": str()}}:
             return True
-    return False
-
-
-def is_record(value):
-    match value:
-        case {"id": int(), "parent": int() | None, "kind": str(kind)}:
-            return kind != "message" or is_message(value.get("message"))
     return False

@@ -58,20 +58,14 @@ class PermissionManager:
         try:
             while (answer := ANSWERS.get(self.ask(question).strip().lower())) is None:
                 question = f"Please type y, a or n.\n{prompt}"
+            if answer == "no":
+                reason = self.ask("Why not? The model is told (Enter: no reason): ").strip()
+                return f"Denied by the user. The reason: {reason or 'none was given; ask before you try another way'}"
         except EOFError:
             return "Denied: nobody could be asked, there is no terminal or the input has ended."
-        if answer == "no":
-            return f"Denied by the user. {self.reason()}"
         if answer == "always":
             self.granted.add((name, target))
         return None
-
-    def reason(self):
-        try:
-            reason = self.ask("Why not? The model is told (Enter: no reason): ").strip()
-        except EOFError:
-            reason = ""
-        return f"The reason: {reason}" if reason else "No reason was given; ask before you try another way."
 
 
 def ask_in_terminal(question):
