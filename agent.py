@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai>=3.20,<4", "rich>=13.7,<16"]
 # ///
-"""Lesson 7: a real command line: flags, one turn from a script, providers, and clear words for every wrong setting."""
+"""Lesson 9: a compaction that keeps what matters: facts by code, cuts inside a turn, a say for person and model."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from rich.console import Console
 
 import context
 import tools
-from context import append, change, estimate_tokens, repair_session, sendable, truncate_tool_result
+from context import append, repair_session, sendable
 from permissions import PermissionManager, visible
 
 PROVIDERS = {  # key variable: (name, base URL, a model that calls tools); the first that is set wins
@@ -52,9 +52,43 @@ MODEL = os.environ.get("NAMI_MODEL") or "gpt-5-mini"
 TIMEOUT = whole_number("NAMI_TIMEOUT", 600)  # seconds without a byte from the server
 SYSTEM = "You are NamiAgent, a coding agent. Look with your tools before you answer. Answer in the user's language."
 MAX_STEPS = whole_number("NAMI_MAX_STEPS", 50)  # model calls in one turn: some models never stop by themselves
-SOFT_LIMIT = whole_number("NAMI_SOFT_LIMIT", 16000)  # tokens; small, so that you see it happen
-HARD_LIMIT = whole_number("NAMI_HARD_LIMIT", 24000)
+for name in ("NAMI_WINDOW", "NAMI_SOFT_LIMIT", "NAMI_HARD_LIMIT"):  # read later: a mistake shows now
+    whole_number(name, 1)
+SILENT_OVERFLOW = """The server seems to cut the conversation without a word: its context is smaller than what we send.
+Give it a larger one (Ollama: OLLAMA_CONTEXT_LENGTH), or set NAMI_WINDOW to the number of tokens it has."""
 tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
+
+
+def session_tools(session, console):
+    """Return the entries of the two tools that act on the session itself."""
+
+    def compact(focus: str = "") -> str:
+        """Have the older part of the conversation summarised before the next step, when one part of the task is done.
+
+        focus: what the summary must keep above all
+        """
+        if session.summaries >= context.MAX_SUMMARIES:
+            raise ValueError("this was done often enough for one request")
+        session.focus = focus
+        return "It is done before the next step."
+
+    def update_plan(steps: list) -> str:
+        """Write down the whole plan, each time it changes: the user sees it, and no summary loses it.
+
+        steps: one text for each step; done ones begin with [x]
+        """
+        if len("".join(steps)) > 4000:
+            raise ValueError("the plan is too long: put steps together, at most 4,000 characters in all")
+        session.plan = context.clean(steps)
+        tell(console, "\n".join(["Plan:", *steps]))
+        return "The plan is written down."
+
+    return {function.__name__: tools.describe_tool(function) for function in (compact, update_plan)}
+
+
+def default_window(model):
+    """Return how many tokens the model's window has: nobody tells, so NAMI_WINDOW does, or it is a common size."""
+    return whole_number("NAMI_WINDOW", 32_000 if model == "practice" else 128_000)
 
 
 def handle_call(call, perms, console=None):
@@ -67,7 +101,7 @@ def handle_call(call, perms, console=None):
     if refusal := perms.check(name, fields):
         return refusal
     with (console or make_console()).status(f"running {name}"):
-        return tools.execute(name, fields)
+        return tools.execute(name, fields, limit=None)
 
 
 def run(user_input, session, perms, client=None, console=None):
@@ -75,63 +109,76 @@ def run(user_input, session, perms, client=None, console=None):
     from openai import OpenAIError  # the import takes half a second: not while the person waits for the first prompt
 
     client, console = client or make_client(*model_server()[:2]), console or make_console()
-    model = session.model or MODEL
+    session.model = session.model or MODEL
+    session.window, session.futile = session.window or default_window(session.model), 0
+    session.summaries = 0
+    tools.TOOLS |= session_tools(session, console)
     repair_session(session, closed=True)
     append(session, {"role": "user", "content": user_input})
     try:
         for _ in range(MAX_STEPS):
-            fit_context(session, client, console)
-            repair_session(session)
-            messages = list(map(sendable, session.messages))
-            with console.status("thinking"):
-                response = client.chat.completions.create(model=model, messages=messages, tools=tools.get_schemas())
-            reply = first_reply(response)
-            session.usage["prompt_tokens"] = prompt_tokens(response, messages, console)
+            reply = ask_model(session, client, console)
             append(session, to_message(reply))
             if not reply.tool_calls:
                 return reply.content
             if reply.content:
                 console.print(visible(reply.content))
-            for call in reply.tool_calls:  # there may be several; each gets its own result, in the same order
+            room = context.room_for_results(session, len(reply.tool_calls))
+            for done, call in enumerate(reply.tool_calls):  # there may be several; each gets its own result, in order
                 show(console, f"→ {call.function.name} {call.function.arguments}")
                 result = handle_call(call, perms, console)
-                if call.function.name != "load_skill":  # instructions must arrive whole
-                    result = truncate_tool_result(result)
+                share = room // (len(reply.tool_calls) - done)  # what one leaves is there for the next
+                result = context.fit_result(call.function.name, result, share)
+                room -= context.estimate_tokens(result)
                 append(session, {"role": "tool", "tool_call_id": call.id, "content": result})
                 show(console, f"← {result}")
         console.print(f"Stopped after {MAX_STEPS} steps. Type 'go on' to continue.")
+    except context.ContextUnrecoverable as error:
+        tell(console, str(error))
     except (OpenAIError, ValueError, RecursionError) as error:  # the last two: an answer that is no JSON
         console.print(visible(explain(error, client)), style="red")
     finally:
         repair_session(session, closed=True, quiet=True)
 
 
-def prompt_tokens(response, messages, console):
-    """Return and show how large the request was in tokens: the provider's number; where it sends none, an estimate."""
-    tokens = getattr(response.usage, "prompt_tokens", None)
-    mark = "" if isinstance(tokens, int) and tokens > 0 else "~"
-    tokens = estimate_tokens([messages, tools.get_schemas()]) if mark else tokens
-    show(console, f"prompt_tokens {mark}{tokens:,}")
-    return tokens
+def ask_model(session, client, console):
+    """Return the model's reply to the session. That the window is smaller than believed, a refusal teaches (C13)."""
+    from openai import APIStatusError
+
+    schemas = tools.get_schemas()
+    for refused in range(3):  # as it is; cleared and compacted for the window that was learned; the last step only
+        repair_session(session)
+        estimate = context.fit_context(session, client, schemas, console.status, prune=refused == 2)
+        messages = list(map(sendable, session.messages))
+        tokens = round(estimate * session.drift)
+        try:
+            with console.status("thinking"):
+                response = client.chat.completions.create(model=session.model, messages=messages, tools=schemas)
+            reply = first_reply(response)
+            note_usage(response, estimate, session, console)
+            return reply
+        except APIStatusError as error:
+            if not context.is_overflow(error, tokens):
+                raise
+            session.window = context.learn_window(error, tokens)
+            tell(console, f"Too long for the model: from now on its window counts as {session.window:,} tokens.")
+    raise context.ContextUnrecoverable(context.TOO_LARGE.format(tokens, session.window))
 
 
-def fit_context(session, client, console):
-    """Before each model call: clear above SOFT_LIMIT, compact above HARD_LIMIT: independent steps, see lesson 4."""
-    tokens = session.usage.get("prompt_tokens", 0)
-    if tokens > SOFT_LIMIT:
-        copies = [dict(message) for message in session.messages]
-        replace_view(session, "clear", context.clear_old_tool_results(copies), console)
-    if tokens > HARD_LIMIT:
-        with console.status("compacting"):
-            messages = context.compact(client, session.model or MODEL, session.messages, warn=partial(show, console))
-        replace_view(session, "compact", messages, console)
-
-
-def replace_view(session, kind, messages, console):
-    before, after = estimate_tokens(session.messages), estimate_tokens(messages)
-    if after != before:
-        change(session, kind, messages)
-        show(console, f"context ~{before:,} → ~{after:,} tokens · {kind}")
+def note_usage(response, estimate, session, console):
+    """Show the size of the request in tokens, the provider's number or ours (~), and learn how they differ (C2)."""
+    tokens, expected = getattr(response.usage, "prompt_tokens", None), round(estimate * session.drift)
+    known = type(tokens) is int and tokens > 0
+    reply = response.choices[0]
+    cut_off = reply.finish_reason == "length" and len(reply.message.content or "") < 20 and not reply.message.tool_calls
+    if cut_off or (known and estimate > 2000 and tokens < 0.4 * estimate):  # R066; no text has tokens that long
+        if not session.warned:
+            tell(console, SILENT_OVERFLOW)
+        session.warned, session.drift = True, 1.0
+    elif known:
+        session.drift = max(0.4, min(tokens / estimate, 4))
+    session.usage["prompt_tokens"] = tokens if known else expected
+    show(console, f"prompt_tokens {'' if known else '~'}{session.usage['prompt_tokens']:,}")
 
 
 def first_reply(response):
@@ -153,7 +200,6 @@ def explain(error, client):
     models = list_models(client) if status in (400, 404) else None
     address = str(client.base_url).rstrip("/")
     hints = [  # (when, what to do); the first that fits is shown
-        ("context" in text and "length" in text, "The conversation is too long for this model: try /undo or /new."),
         ("tool" in text and "support" in text, "This model cannot call tools: choose another with /model NAME."),
         (models and "model" in text, f"{models} Choose one with /model NAME."),
         (status == 404, f"The address was {address}/chat/completions; most base URLs end in /v1."),
@@ -196,7 +242,7 @@ def model_server(options=None):
     line = f"the practice model answers, by fixed rules. Try: {' · '.join(practice_server.suggest(tools.TOOLS))}"
     if not options.demo:
         line = "\n".join([f"No OPENAI_API_KEY, nor another (--help): {line}", *local_servers()])
-    return practice_server.start().url, "no-key", "practice", line
+    return practice_server.start(window=default_window("practice")).url, "no-key", "practice", line
 
 
 def clean_url(text):
@@ -246,7 +292,8 @@ def make_console(stderr=False):
 
 
 def show(console, text):  # one dim line, cut at the edge of the screen
-    console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
+    line = visible(" ".join(text[:1000].split()))
+    console.print(line, style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
 def tell(console, text):
@@ -316,12 +363,13 @@ COMMANDS = {
     "/new": "start a new session",
     "/tree": "show the requests of this session with their ids and branches; * is where you are",
     "/fork": "ID: a new session that goes on after that request, with the original texts",
+    "/compact": "FOCUS: summarise the older part now; what is given as focus is kept above all",
     "/undo": "take back the last request and all that followed it; files are not changed",
     "/exit": "leave; exit, quit and Ctrl-D do the same",
 }
 
 
-def command(line, session, console):
+def command(line, session, console, server=None):
     """Do what a slash command says; return the session to go on with. ValueError: what to type instead."""
     name, _, argument = line.partition(" ")
     argument, model = argument.strip(), session.model
@@ -330,6 +378,7 @@ def command(line, session, console):
             console.print("\n".join(f"{name:<10} {text}" for name, text in COMMANDS.items()))
         case "/model":
             model = argument or model
+            session.window = 0 if argument else session.window  # another model, another window
             console.print(f"The model is {model}.")
         case "/sessions":
             list_sessions(console)
@@ -345,6 +394,10 @@ def command(line, session, console):
             session, left = context.fork(session, argument), session
             context.close(left)
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
+        case "/compact":
+            session.focus, session.window = argument, session.window or default_window(model)
+            session.futile = session.summaries = 0
+            context.fit_context(session, make_client(*server), tools.get_schemas(), console.status)
         case "/undo":
             request = context.undo(session)
             console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
@@ -425,7 +478,7 @@ def repl(session, perms, server, console):
             if user_input in ("exit", "quit") or user_input.split()[:1] == ["/exit"]:
                 return
             if re.match(r"/\w*( |$)", user_input):  # a request may begin with a path
-                session = command(user_input, session, console)
+                session = command(user_input, session, console, server)
             elif user_input:
                 client = client or make_client(*server)
                 if answer := run(user_input, session, perms, client, console):

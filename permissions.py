@@ -9,7 +9,13 @@ from pathlib import Path
 
 # The agent's own memory. context.STATE_DIR is the same folder; each module can be copied without the other.
 STATE_DIR = Path(os.path.expanduser(os.environ.get("NAMI_STATE_DIR") or "~/.nami-agent"))
-READS = {"read_file", "list_files", "load_skill"}  # these run unasked inside the workspace; a tool not named here asks
+READS = {
+    "read_file",
+    "list_files",
+    "load_skill",
+    "compact",
+    "update_plan",
+}  # these run unasked inside the workspace; a tool not named here asks
 ANSWERS = {"y": "yes", "yes": "yes", "a": "always", "always": "always", "n": "no", "no": "no"}
 
 

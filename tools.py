@@ -14,7 +14,11 @@ from pathlib import Path
 MAX_RESULT_CHARS = 8000
 MAX_OUTPUT_BYTES = 1_000_000
 HIDDEN_FOLDERS = {".git", ".venv", ".nami-agent", ".pytest_cache", "node_modules", "__pycache__"}
-JSON_TYPES = {str: "string", int: "integer", bool: "boolean"}
+JSON_TYPES = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
+JSON_TYPES[list] = {
+    "type": "array",
+    "items": {"type": "string"},
+}  # some providers refuse an array of they know not what
 
 
 def read_file(path: str, offset: int = 1, limit: int = 500) -> str:
@@ -151,7 +155,7 @@ def describe_tool(function):
     parameters = inspect.signature(function).parameters.values()
     schema = {
         "type": "object",
-        "properties": {p.name: {"type": JSON_TYPES[p.annotation], "description": notes[p.name]} for p in parameters},
+        "properties": {p.name: {**JSON_TYPES[p.annotation], "description": notes[p.name]} for p in parameters},
         "required": [p.name for p in parameters if p.default is p.empty],
     }
     return {"name": function.__name__, "description": description, "schema": schema, "function": function}
@@ -218,6 +222,8 @@ def convert(field, value, kind):
     text = str(value)
     if kind == "string" and isinstance(value, str):
         return value
+    if kind == "array" and isinstance(value, list):
+        return [item if isinstance(item, str) else json.dumps(item, ensure_ascii=False) for item in value]
     if kind == "integer" and re.fullmatch(r"-?\d+(\.0)?", text):
         return int(text.removesuffix(".0"))
     if kind == "boolean" and text.lower() in ("true", "false"):
@@ -225,17 +231,17 @@ def convert(field, value, kind):
     raise ValueError(f"{field} must be of type {kind}, not {text[:100]!r}")
 
 
-def execute(name, arguments):
+def execute(name, arguments, limit=MAX_RESULT_CHARS):
     """Run tool `name` and return its result as text. Never raises: a failure is text that the model can act on."""
     try:
         fields = parse_arguments(name, arguments)
         result = TOOLS[name]["function"](**fields)
     except Exception as error:
         result = f"Error: {type(error).__name__}: {error}"
-    return cut(result.encode(errors="replace").decode())  # a file name may hold bytes that no JSON can carry
+    return cut(result.encode(errors="replace").decode(), limit)  # a file name may hold bytes that no JSON can carry
 
 
-def cut(text, limit=MAX_RESULT_CHARS):
+def cut(text, limit):
     """Keep the first `limit` characters, and say what is missing: else the model takes the part for the whole."""
-    left = len(text) - limit
+    left = len(text) - limit if limit else 0
     return text if left <= 0 else f"{text[:limit]}\n[… {left} characters omitted 后面省略 {left} 字符 …]"

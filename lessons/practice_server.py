@@ -136,6 +136,9 @@ def check_tools(tools):
         shaped = isinstance(schema, dict) and schema.get("type") == "object"
         shaped = shaped and isinstance(schema.get("properties", {}), dict)
         require(shaped, f"{where}: 'parameters' must be the schema of an object.")
+        for field, spec in schema.get("properties", {}).items():
+            told = spec.get("type") != "array" or isinstance(spec.get("items"), dict)
+            require(told, f"{where}: array schema of '{field}' missing items.")
 
 
 # --- The server --------------------------------------------------------------------------------------------------

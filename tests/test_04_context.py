@@ -560,6 +560,7 @@ def test_after_ctrl_c_and_a_kill_the_next_start_resumes_and_can_be_sent(serve, t
     person.press("C")
     person.expect("> ")
     os.kill(person.pid, signal.SIGKILL)
+    person.exit_code()  # until it is gone, it may hold the session
     add_unanswered_call()
     done = repl("third\n")
     assert (done.code, done.err, server.refusals) == (0, "", []) and "esumed" in done.out and "last answer" in done.out

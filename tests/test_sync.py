@@ -115,6 +115,7 @@ def whole(tmp_path_factory):
         for name, text in files.items():
             put(where / name, text)
         put(where / "transcript.txt", "> hi\nhello\n")
+        put(where / "curve.svg", "<svg/>\n")
         for page, titles in HEADINGS.items():
             blocks = "<!-- generated: diffstat -->\n<!-- end -->\n\n<!-- generated: output transcript.txt -->\n<!-- end -->\n"
             put(where / page, "# Lesson\n\n" + "".join(f"## {title}\n\n" for title in titles) + blocks)
@@ -152,7 +153,7 @@ def test_generated_text_says_what_the_code_says(toy):
     edit(toy / "README.md", "# Toy\n", "# Toy\n\n<!-- generated: tools -->\n<!-- end -->\n")
     assert sync(toy, "write") == (0, "wrote README.md\n")
     page = (toy / "README.md").read_text(encoding="utf-8")
-    assert "`agent.py` 19 · `tools.py` 4 · in all **23** lines" in page
+    assert "`agent.py` 13 · `tools.py` 4 · in all **17** lines that are not blank" in page
     assert "| [2](lessons/lesson-02/) | **step2** · The step2 | You see step2 | +3 −0 |" in page
     assert "| `read` | Read \\| it | `path`, `limit`? |" in page
     assert '```python\ndef hello():\n    """Greet."""\n    return "hello"\n```' in page

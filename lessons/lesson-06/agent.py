@@ -154,7 +154,8 @@ def make_console():
 
 
 def show(console, text):  # one dim line, cut at the edge of the screen
-    console.print(visible(" ".join(text.split())), style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
+    line = visible(" ".join(text[:1000].split()))
+    console.print(line, style="dim", no_wrap=True, overflow="ellipsis", soft_wrap=False)
 
 
 def tell(console, text):

@@ -193,6 +193,8 @@ class Session:
     tip: int = 0  # the newest message: what comes next has it as parent; 0: there is none
     log_size: int = 0  # how many bytes of the log this view knows
     messages: list = field(default_factory=list)  # dicts; those in the log have the "id" and "parent" of their record
+    sound: int = 0  # so many of the first need no repair any more
+    lines: list = field(default_factory=list)  # the first of them as JSON bytes: made once, not at every saving
     pending: list = field(default_factory=list)  # records that are not in the log yet
     log: object = None  # the open log file; also the lock
     warn: object = print
@@ -211,14 +213,17 @@ def append(session, *messages):
 
 def change(session, kind, messages, **details):
     """Make `messages` the view, after clearing, a summary or a repair; the log keeps what was there before."""
-    session.messages = messages
+    session.messages, session.lines, session.sound = messages, [], 0
     add_record(session, kind, **details)
     save(session)
 
 
 def undo(session):
     """Take the last request and all after it out of the view; return its text, None when there is none to take."""
-    requests = [message for message in session.messages if message["role"] == "user" and "parent" in message]
+    if session.tip and not any(message["role"] == "user" and "parent" in message for message in session.messages):
+        # A summary stands for all requests; the log has them.
+        change(session, "rebuild", session.messages[:1] + originals(read_log(session.name), session.last_id))
+    requests = [message for message in session.messages if message["role"] == "user"]
     if not requests:
         return None
     follow(session, add_record(session, "undo", parent=requests[-1]["parent"]))
@@ -241,7 +246,7 @@ def follow(session, record):
     if parent < session.tip:  # what is newer was taken back
         kept = list(takewhile(lambda message: message.get("id", 0) <= parent, session.messages))
         session.turns -= sum(message["role"] == "user" for message in session.messages[len(kept) :])
-        session.messages = kept
+        session.messages, session.lines, session.sound = kept, [], 0
     session.tip = parent
     if record["kind"] == "message":
         session.tip = record["id"]
@@ -260,7 +265,8 @@ def save(session):
         if session.log.write(data) < len(data):
             raise OSError("the disk is full")
         session.pending, session.log_size = [], session.log.tell()
-        save_session(session.name, session.messages, **{name: getattr(session, name) for name in SAVED})
+        session.lines += map(to_bytes, session.messages[len(session.lines) :])
+        write_view(session.name, session.lines, {name: getattr(session, name) for name in SAVED})
         session.problem = ""
     except OSError as error:
         if not session.problem:
@@ -337,14 +343,19 @@ def new_session(workspace, system, model="", warn=print):
     return Session(name, clean(str(workspace)), model, created=time.strftime(TIME), messages=messages, warn=warn)
 
 
-def save_session(name, messages, **header):
+def save_session(name, messages):
+    """Write `messages` as the view of session `name`."""
+    write_view(name, map(to_bytes, messages), {})
+
+
+def write_view(name, lines, header):
     """Write the view, whole or not at all. Its first line is all but the messages: a list of sessions needs no more."""
     make_folders()
     first = to_bytes({"format": 1, "name": name, **header})[:-1] + b', "messages": [\n'
     temp = tempfile.NamedTemporaryFile(dir=SESSION_DIR, prefix=".", delete=False)  # made with mode 0600
     try:
         with temp:
-            temp.write(first + b",\n".join(map(to_bytes, messages)) + b"\n]}\n")
+            temp.write(b"".join([first, b",\n".join(lines), b"\n]}\n"]))
             temp.flush()
             os.fsync(temp.fileno())
         os.replace(temp.name, session_path(name))
@@ -411,9 +422,10 @@ def open_session(name, system, workspace, warn=print):
     for record in records if logged else []:  # we were killed between log and view, or the view is lost
         follow(session, record)
     if not logged or session.name != name:  # of lesson 4, without its log, or a branch: all of it is new to the log
-        messages, session.messages = session.messages[1:], session.messages[:1]
+        said = originals(read_log(name), session.last_id) if logged else session.messages[1:]
+        session.messages, session.lines = session.messages[:1], []
         session.tip = session.turns = 0
-        append(session, *messages)
+        append(session, *said)
     if "usage" not in view:
         session.usage = {"prompt_tokens": estimate_tokens(session.messages)}
         save(session)
@@ -478,7 +490,7 @@ def tree(session):
 
 def repair_session(session, closed=False, quiet=False):
     """Make the session sendable, or `closed`: ready for the next request. Tell the person what was wrong."""
-    messages, faults = repair(session.messages)
+    messages, faults = repair(session.messages, session.sound)
     if closed and messages[-1]["role"] in ("user", "tool"):
         messages.append({"role": "assistant", "content": UNANSWERED})
         faults.append("a turn without an answer closed")
@@ -487,12 +499,14 @@ def repair_session(session, closed=False, quiet=False):
         if not quiet:
             session.warn(f"Repaired the conversation: {', '.join(faults)}.")
         change(session, "repair", messages, faults=faults)
+    session.sound = max(i for i, message in enumerate(session.messages) if message["role"] != "tool")
 
 
-def repair(messages):
-    """Return (messages that every provider takes, what was wrong: a list of texts). A second time changes nothing."""
-    fixed, faults, waiting, seen = [], [], [], set()
-    for message in messages:
+def repair(messages, sound=0):
+    """Return (messages that every provider takes, what was wrong: a list of texts); the first `sound` are in order."""
+    fixed, faults, waiting = messages[:sound], [], []
+    seen = {call["id"] for message in fixed for call in message.get("tool_calls") or []}
+    for message in messages[sound:]:
         role, calls, text = message["role"], message.get("tool_calls") or [], message.get("content") or ""
         last = fixed[-1]["role"] if fixed else "system"
         if role == "tool":  # it takes the place of the stand-in that came with its call, below
