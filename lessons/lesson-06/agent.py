@@ -248,8 +248,8 @@ def command(line, session, console):
             context.close(left)
             console.print(f"Now in the new session {session.name} with {session.turns} turns.")
         case "/undo":
-            request = context.undo(session)
-            console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
+            text = context.undo(session)
+            console.print(visible(f"Taken back (files stay as they are): {text[:200]}") if text else "Nothing to undo.")
         case _:
             raise ValueError(f"There is no {name}; there are {', '.join(COMMANDS)}")
     return session

@@ -53,7 +53,7 @@ TIMEOUT = whole_number("NAMI_TIMEOUT", 600)  # seconds without a byte from the s
 SYSTEM = "You are NamiAgent, a coding agent. Look with your tools before you answer. Answer in the user's language."
 MAX_STEPS = whole_number("NAMI_MAX_STEPS", 50)  # model calls in one turn: some models never stop by themselves
 for name in ("NAMI_WINDOW", "NAMI_SOFT_LIMIT", "NAMI_HARD_LIMIT"):  # read later: a mistake shows now
-    whole_number(name, 1)
+    whole_number(name, 128_000)
 SILENT_OVERFLOW = """The server seems to cut the conversation without a word: its context is smaller than what we send.
 Give it a larger one (Ollama: OLLAMA_CONTEXT_LENGTH), or set NAMI_WINDOW to the number of tokens it has."""
 tools.TOOLS["load_skill"] = tools.describe_tool(context.load_skill)
@@ -70,7 +70,7 @@ def session_tools(session, console):
         if session.summaries >= context.MAX_SUMMARIES:
             raise ValueError("this was done often enough for one request")
         session.focus = focus
-        return "It is done before the next step."
+        return "It will be summarised before the next step, if that makes it shorter."
 
     def update_plan(steps: list) -> str:
         """Write down the whole plan, each time it changes: the user sees it, and no summary loses it.
@@ -399,8 +399,8 @@ def command(line, session, console, server=None):
             session.futile = session.summaries = 0
             context.fit_context(session, make_client(*server), tools.get_schemas(), console.status)
         case "/undo":
-            request = context.undo(session)
-            console.print(visible(f"Taken back (files stay as they are): {request}") if request else "Nothing to undo.")
+            text = context.undo(session)
+            console.print(visible(f"Taken back (files stay as they are): {text[:200]}") if text else "Nothing to undo.")
         case _:
             raise ValueError(f"There is no {name}; there are {', '.join(COMMANDS)}")
     session.model = model  # a saved one may have had another, which this server may lack

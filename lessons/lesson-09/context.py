@@ -416,7 +416,7 @@ def collect_facts(messages):
 
 
 def summary_block(facts, plan, room, running):
-    """Return the user message that stands for what was compacted, in about half of `room` tokens (C7, C8).
+    """Return the user message that stands for what was compacted; each part has a share of `room` tokens (C7, C8).
 
     running: the cut is inside a turn; its request stands complete at the end.
     """
@@ -473,7 +473,7 @@ def compact(client, model, messages, warn=print, tail=None, room=16_000, focus="
         warn("nothing to compact: what is there must stay")
         return messages
     old, recent = parts
-    facts, running = collect_facts(old), recent[0]["role"] == "assistant" and recent[-1]["role"] == "tool"
+    facts, running = collect_facts(old), recent[0]["role"] == "assistant" and recent[-1]["role"] == "tool"  # no answer
     if client:
         summary = summarise(client, model, old, facts["summary"], room // 2, focus, warn)
         if not summary:
