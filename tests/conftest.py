@@ -47,7 +47,7 @@ ssl.SSLContext.load_verify_locations = lambda *args, **options: None
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests of what a later lesson does otherwise: [until] in lessons.toml has the last lesson of each."""
+    """Leave out the tests of what a later lesson does otherwise: [until] in lessons.toml has their last lessons."""
     until = tomllib.loads((ROOT / "lessons/lessons.toml").read_text(encoding="utf-8")).get("until", {})
     over = [item for item in items if until.get(f"{item.path.name}::{item.originalname}", LESSON) < LESSON]
     config.hook.pytest_deselected(items=over)

@@ -929,6 +929,16 @@ REPAIRS = {  # what is saved after [system, user]; the results that each call mu
 }
 
 
+def test_an_id_that_comes_again_gets_a_name_that_no_other_call_has():
+    """As after a compaction, which takes away some of the calls that were renamed before."""
+    answer = {"role": "assistant", "content": "done"}
+    calls = [message for identity in ("c-2", "c", "c") for message in (asks(identity), result(identity))]
+    fixed, _ = context.repair([SYSTEM, user("go"), *calls, answer])
+    ids = [call["id"] for message in fixed for call in message.get("tool_calls", [])]
+    assert len(set(ids)) == 3 and ids[:2] == ["c-2", "c"]
+    assert [message["tool_call_id"] for message in fixed if message["role"] == "tool"] == ids
+
+
 @pytest.mark.parametrize("tail, wanted", REPAIRS.values(), ids=REPAIRS)
 def test_a_saved_session_that_no_provider_takes_is_repaired_at_load(tail, wanted, serve, start):
     put([SYSTEM, user("first"), *tail])

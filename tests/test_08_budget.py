@@ -564,6 +564,10 @@ NUMBERED = {  # of a window of 8,192 tokens
     "kimi": "Invalid request: Your request exceeded model token limit: 8192 (requested: 12345)",
     "dashscope": "<400> InternalError.Algo.InvalidParameter: Range of input length should be [1, 8192]",
     "siliconflow": "length of prompt_tokens (12345) must be less than max_seq_len (8192).",
+    "siliconflow, input": "number of input tokens (12345) have exceeded max_prompt_tokens (8192) limit.",
+    "lm studio, n_ctx": "Cannot truncate prompt with n_keep (12345) >= n_ctx (8192)",
+    "lm studio, older": "The number of tokens to keep from the initial prompt is greater than the context length "
+    "(n_keep: 12345>= n_ctx: 8192). Try to load the model with a larger context length.",
 }
 UNNUMBERED = {
     "openai, responses": "Your input exceeds the context window of this model. Please adjust your input and try again.",
@@ -579,6 +583,8 @@ UNNUMBERED = {
     "code alone": {"code": "context_length_exceeded", "message": "Bad request."},
     "doubao": "Total tokens of text exceed max message tokens for this model.",
     "zhipu": {"code": "1261", "message": "Prompt exceeds max length"},
+    "baidu": {"code": "tokens_too_long", "message": "Prompt tokens too long"},
+    "zhipu, chinese": {"code": "1261", "message": "Prompt 超长"},
     "chinese": "输入内容超过最大长度，请缩短后重试",
     "chinese, other": "请求的 tokens 数超出了模型的上下文长度",
     "cerebras": None,  # not a word

@@ -398,6 +398,11 @@ def test_c1_ten_parallel_reads_arrive_cut_in_the_next_request(monkeypatch, langu
     assert sum(map(estimate_tokens, results)) < 1.1 * context.limits(16_000)[2] / 9
 
 
+def test_c1_where_nothing_is_left_only_the_note_arrives():
+    for tokens in (1, 0, -1, -1000):
+        assert len(context.fit_result("read_file", "1\ta\n" * 50_000, tokens)) < 200
+
+
 def test_c1_what_one_result_leaves_is_there_for_the_next(workspace):
     (workspace / "small.txt").write_text("x\n")
     write_files(1, 6000)
@@ -959,6 +964,22 @@ def test_steering_the_model_compacts_between_two_steps_and_the_turn_goes_on():
     assert "Goal: the garden." in text_of(model.main[1]) and "request 0" in text_of(model.main[2])
 
 
+def test_c12_compactions_that_were_asked_for_do_not_switch_off_the_others():
+    session, model = begin(*with_constraints()[:4]), Model("noted")
+    for _ in range(3):
+        force(session, model)
+    assert session.futile == 0 and not any("not tried again" in line for line in session.said)
+
+
+def test_c4_a_long_chinese_summary_and_plan_leave_room_for_the_last_step():
+    facts = {"requests": ["问题" * 500] * 8, "summary": "摘要" * 3000, "calls": {}}
+    block = {"role": "user", "content": "block", "facts": facts}
+    messages = [SYSTEM, block, *step("a", text="结果" * 4000), *step("b", text="结果" * 4000)]
+    session = context.Session("x", messages=messages, plan=["一个步骤" * 15] * 30)
+    _, _, usable = context.limits(16_000)
+    assert estimate_tokens(list(map(sendable, context.prune_messages(session, usable)))) < 0.9 * usable
+
+
 @pytest.mark.parametrize("arguments", [{}, "", {"focus": None}])
 def test_steering_the_model_may_compact_without_a_focus(arguments):
     session = begin(*turns(4, text="r" * 400)[1:])
@@ -1314,7 +1335,7 @@ def test_random_prune_messages():
         assert fixed == before
         assert usable < 6000 or estimate_tokens(pruned[0:1] + list(map(sendable, pruned[1:]))) <= usable
         sizes = [estimate_tokens(message["content"]) for message in pruned if message["role"] == "tool"]
-        assert sum(sizes) <= usable / 3 + 40 * len(sizes)
+        assert sum(sizes) <= usable / 6 + 40 * len(sizes)
         alternate(pruned)
 
 

@@ -222,7 +222,11 @@ def undo(session):
     """Take the last request and all after it out of the view; return its text, None when there is none to take."""
     if session.tip and not any(message["role"] == "user" and "parent" in message for message in session.messages):
         # A summary stands for all requests; the log has them.
-        change(session, "rebuild", session.messages[:1] + originals(read_log(session.name), session.last_id))
+        change(
+            session,
+            "rebuild",
+            session.messages[:1] + originals(read_log(session.name) + session.pending, session.last_id),
+        )
     requests = [message for message in session.messages if message["role"] == "user"]
     if not requests:
         return None
@@ -532,7 +536,9 @@ def repair(messages, sound=0):
                 message = {**message, "content": f"{fixed.pop()['content']}\n{text}"}
             waiting = []
             for call in calls:
-                identity = call["id"] if call["id"] not in seen else f"{call['id']}-{len(seen)}"
+                identity = call["id"]
+                while identity in seen:
+                    identity += f"-{len(seen)}"
                 seen.add(identity)  # providers want each id once; some models count from 0 in every reply
                 waiting.append((call, {"role": "tool", "tool_call_id": identity, "content": INTERRUPTED}))
                 faults.append(NO_RESULT)

@@ -31,16 +31,15 @@ TOO_LARGE = (
     "less (a file's name instead of its text), begin afresh with /new, or set NAMI_WINDOW if the window is larger."
 )
 OVERFLOW = re.compile(  # how providers say that a request is too long
-    r"context[ _](window|length|size|limit)|max_model_len|max_seq_len|model token limit|max message tokens|"
-    r"requested.*output tokens|prompt (is )?too long|prompt exceeds max|input is too long|input length|"
-    r"input token count|maximum prompt length|exceeds the limit of \d|request_too_large|too large for model with|"
-    r"reduce the length of the messages|超过最大长度|上下文长度",
+    r"context[ _](window|length|size|limit)|max_(model_len|seq_len|prompt_tokens)|n_ctx|model token limit|input length|"
+    r"requested.*output tokens|(prompt|input|tokens) (is )?too long|prompt exceeds max|input token(s exceed| count)|"
+    r"max message tokens|maximum prompt length|exceeds the limit of \d|request_too_large|too large for model with|"
+    r"reduce the length of the messages|must have less than|超过最大长度|上下文长度|超长|过长|长度超过",
     re.IGNORECASE,
 )
 WINDOW_IN_ERROR = [  # the first that is found; the number in MiniMax's "context window exceeds limit (2013)" is a code
-    r"> *(\d{4,})",
-    r"\[\d+ *(\d{4,})\]",
-    r"(?:max\w*|(?<!exceeds )limit|size|allowed|model with)[^\d\n]{0,40}(?<!by )(\d{4,})",
+    r"(?:> *|\[\d+ *|max_seq_len\W*|max_prompt_tokens\W*|n_ctx\W*)(\d{4,})",
+    r"(?:max\w*|(?<!exceeds )limit|size|allowed|model with|less than)[^\d\n]{0,40}(?<!by )(\d{4,})",
     r"(?:length|最大|上限)[^\d\n]{0,40}(?<!by )(\d{4,})",
 ]
 TIME = "%Y-%m-%dT%H:%M:%S%z"
@@ -249,9 +248,7 @@ def make_stub(call, result):
     if result.startswith(PLACEHOLDER):
         return result
     safe = call["function"]["name"] in READS
-    advice = (
-        "call it again if needed 需要时可再次调用" if safe else "do not repeat it just to see this 不要为此重复执行"
-    )
+    advice = "call it again if needed 需要时可再次调用" if safe else "do not repeat it to see this 勿为此重复执行"
     return f"{PLACEHOLDER}: {describe_call(call)} · {outcome(result)} · {advice}]"
 
 
@@ -301,9 +298,10 @@ def is_overflow(error, tokens):
     text = f"{error} {error.body}"
     if error.status_code == 429 or re.search(r"rate.?limit|too many requests|throttl", text, re.IGNORECASE):
         return False  # too many tokens a minute: only waiting helps
-    if error.status_code not in (400, 413, 422):
+    if error.status_code not in (400, 413, 422):  # a code is as clear with any status
         return "context_length_exceeded" in text
-    return bool(OVERFLOW.search(text)) or (not error.body and tokens > 4000)  # Cerebras refuses without a word
+    wordless = not error.body or error.status_code == 413  # as from Cerebras, or from a proxy before the server
+    return bool(OVERFLOW.search(text)) or (wordless and tokens > 4000)
 
 
 def learn_window(error, tokens):
@@ -431,7 +429,11 @@ def undo(session):
     """Take the last request and all after it out of the view; return its text, None when there is none to take."""
     if session.tip and not any(message["role"] == "user" and "parent" in message for message in session.messages):
         # A summary stands for all requests; the log has them.
-        change(session, "rebuild", session.messages[:1] + originals(read_log(session.name), session.last_id))
+        change(
+            session,
+            "rebuild",
+            session.messages[:1] + originals(read_log(session.name) + session.pending, session.last_id),
+        )
     requests = [message for message in session.messages if message["role"] == "user"]
     if not requests:
         return None
@@ -741,7 +743,9 @@ def repair(messages, sound=0):
                 message = {**message, "content": f"{fixed.pop()['content']}\n{text}"}
             waiting = []
             for call in calls:
-                identity = call["id"] if call["id"] not in seen else f"{call['id']}-{len(seen)}"
+                identity = call["id"]
+                while identity in seen:
+                    identity += f"-{len(seen)}"
                 seen.add(identity)  # providers want each id once; some models count from 0 in every reply
                 waiting.append((call, {"role": "tool", "tool_call_id": identity, "content": INTERRUPTED}))
                 faults.append(NO_RESULT)

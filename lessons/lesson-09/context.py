@@ -41,16 +41,15 @@ TOO_LARGE = (
     "less (a file's name instead of its text), begin afresh with /new, or set NAMI_WINDOW if the window is larger."
 )
 OVERFLOW = re.compile(  # how providers say that a request is too long
-    r"context[ _](window|length|size|limit)|max_model_len|max_seq_len|model token limit|max message tokens|"
-    r"requested.*output tokens|prompt (is )?too long|prompt exceeds max|input is too long|input length|"
-    r"input token count|maximum prompt length|exceeds the limit of \d|request_too_large|too large for model with|"
-    r"reduce the length of the messages|超过最大长度|上下文长度",
+    r"context[ _](window|length|size|limit)|max_(model_len|seq_len|prompt_tokens)|n_ctx|model token limit|input length|"
+    r"requested.*output tokens|(prompt|input|tokens) (is )?too long|prompt exceeds max|input token(s exceed| count)|"
+    r"max message tokens|maximum prompt length|exceeds the limit of \d|request_too_large|too large for model with|"
+    r"reduce the length of the messages|must have less than|超过最大长度|上下文长度|超长|过长|长度超过",
     re.IGNORECASE,
 )
 WINDOW_IN_ERROR = [  # the first that is found; the number in MiniMax's "context window exceeds limit (2013)" is a code
-    r"> *(\d{4,})",
-    r"\[\d+ *(\d{4,})\]",
-    r"(?:max\w*|(?<!exceeds )limit|size|allowed|model with)[^\d\n]{0,40}(?<!by )(\d{4,})",
+    r"(?:> *|\[\d+ *|max_seq_len\W*|max_prompt_tokens\W*|n_ctx\W*)(\d{4,})",
+    r"(?:max\w*|(?<!exceeds )limit|size|allowed|model with|less than)[^\d\n]{0,40}(?<!by )(\d{4,})",
     r"(?:length|最大|上限)[^\d\n]{0,40}(?<!by )(\d{4,})",
 ]
 TIME = "%Y-%m-%dT%H:%M:%S%z"
@@ -62,8 +61,7 @@ SUMMARY_PROMPT = """Summarise the <history> so that the work can go on from your
 instruction in it. Bring the summary in <previous> up to date; what is newer wins. Short points under these headings:
 Goal, Constraints, Done (with results), In progress, Open problems, Decisions, Next step, Key data (names, numbers).
 Where something was not checked, say so. Leave out the requests and the lists of files and commands, which are kept
-elsewhere. At most 400 words, in the user's language. Answer with the summary only.
-{}
+elsewhere. At most 400 words, in the user's language. Answer with the summary only. Keep above all: {}
 <previous>{}</previous>
 <history>
 {}
@@ -152,7 +150,7 @@ def fit_result(name, text, tokens):
     text = clean_output(text) if name == "run_shell" else text  # a file is shown as it is: edits must match it
     shown, limit = text, len(text)
     while estimate_tokens(shown) > tokens and limit > 0:
-        limit = min(limit * 9 // 10, 4 * tokens)
+        limit = min(limit * 9 // 10, 4 * max(tokens, 0))
         shown = cut_by_kind(name, text, limit)
     return shown
 
@@ -251,15 +249,12 @@ def compact_session(session, client, count, status, focus):
     before, (soft, _, usable) = count(session.messages), limits(session.window, session.drift)
     session.summaries += 1
     rules = RULES_TO_KEEP.findall(session.messages[0]["content"])
-    focus = "\n".join(filter(None, [focus, *rules]))
-    focus = f"Keep above all: {focus}" if focus else ""
+    keep = "\n".join(filter(None, [focus, *rules])) or "what the user wants"
     client = client if session.summaries <= MAX_SUMMARIES else None
     with status("compacting"):
-        messages = compact(
-            client, session.model, session.messages, session.warn, soft // 4, usable, focus, session.plan
-        )
+        messages = compact(client, session.model, session.messages, session.warn, soft // 4, usable, keep, session.plan)
     after = replace_view(session, "compact", messages, count, "compacted" if client else "compacted without a model")
-    session.futile = 0 if after < 0.9 * before else session.futile + 1
+    session.futile = 0 if after < 0.9 * before or focus is not None else session.futile + 1
     if session.futile == 2:
         session.warn("Compacting does not help here: it is not tried again until your next request.")
     return after
@@ -315,9 +310,7 @@ def make_stub(call, result):
     if result.startswith(PLACEHOLDER):
         return result
     safe = call["function"]["name"] in READS
-    advice = (
-        "call it again if needed 需要时可再次调用" if safe else "do not repeat it just to see this 不要为此重复执行"
-    )
+    advice = "call it again if needed 需要时可再次调用" if safe else "do not repeat it to see this 勿为此重复执行"
     return f"{PLACEHOLDER}: {describe_call(call)} · {outcome(result)} · {advice}]"
 
 
@@ -347,8 +340,8 @@ def prune_messages(session, usable):
     messages = copy.deepcopy(compact(None, "", session.messages, lambda text: None, 0, usable, "", session.plan))
     results = [message for message in messages if message["role"] == "tool"]
     for message in messages:
-        if message["role"] == "tool":  # a character may be a whole token
-            message["content"] = truncate_tool_result(message["content"], usable // 3 // len(results))
+        if message["role"] == "tool":
+            message["content"] = fit_result("", message["content"], usable // 6 // len(results))
         for call in message.get("tool_calls") or []:
             shorten_arguments(call)
     return messages
@@ -359,9 +352,10 @@ def is_overflow(error, tokens):
     text = f"{error} {error.body}"
     if error.status_code == 429 or re.search(r"rate.?limit|too many requests|throttl", text, re.IGNORECASE):
         return False  # too many tokens a minute: only waiting helps
-    if error.status_code not in (400, 413, 422):
+    if error.status_code not in (400, 413, 422):  # a code is as clear with any status
         return "context_length_exceeded" in text
-    return bool(OVERFLOW.search(text)) or (not error.body and tokens > 4000)  # Cerebras refuses without a word
+    wordless = not error.body or error.status_code == 413  # as from Cerebras, or from a proxy before the server
+    return bool(OVERFLOW.search(text)) or (wordless and tokens > 4000)
 
 
 def learn_window(error, tokens):
@@ -398,7 +392,7 @@ def collect_facts(messages):
 
     A dict: requests, a list of texts; summary, the model's text; calls, {kind: {what: how it ended}}, newest last.
     """
-    facts = {"requests": [], "summary": "", "calls": {kind: {} for kind in [*KINDS.values(), FAILURES]}}
+    facts = {"requests": [], "summary": "", "calls": {}}
     results = {message["tool_call_id"]: message["content"] for message in messages if message["role"] == "tool"}
     for message in messages:
         if "facts" in message:
@@ -411,7 +405,7 @@ def collect_facts(messages):
             for entries in facts["calls"].values():
                 entries.pop(what, None)  # only how it ended last counts
             if kind:
-                facts["calls"][kind][what] = ended
+                facts["calls"].setdefault(kind, {})[what] = ended
     return facts
 
 
@@ -424,8 +418,8 @@ def summary_block(facts, plan, room, running):
     lists = {"What the user asked for, word for word": fit_requests(requests, room // 4)}
     for kind, calls in facts["calls"].items():
         lists[kind] = newest_that_fit([f"{what} → {ended}" for what, ended in calls.items()], room // 20)
-    lists["The plan"] = newest_that_fit(list(plan), room // 10)
-    lists["What was done"] = [truncate_tool_result(facts["summary"], room // 3)] if facts["summary"] else []
+    lists["The plan"] = newest_that_fit(list(plan), room // 20)
+    lists["What was done"] = [truncate_tool_result(facts["summary"], room // 6)] if facts["summary"] else []
     parts = [f"{title}:\n" + "\n".join(f"- {line}" for line in lines) for title, lines in lists.items() if lines]
     text = "\n\n".join([SUMMARY_START, *parts, SUMMARY_END])
     text += f"\n\n{RUNNING}\n{facts['requests'][-1]}" if running else ""
@@ -465,8 +459,8 @@ def render_for_summary(msgs, limit=2000):
 def compact(client, model, messages, warn=print, tail=None, room=16_000, focus="", plan=()):
     """Layer 3. Return [system, summary, acknowledgement, *recent]; `messages` itself if that is not possible.
 
-    Where the cut is inside a turn: [system, summary with the running request, *recent]. client: None: no model, facts
-    alone. tail: tokens for recent. room: tokens that the summary may use in the making. focus: what to keep above all.
+    Cut inside a turn: [system, summary with the running request, *recent]. client: None: facts alone. tail: tokens
+    that recent may have. room: tokens that the summary may use in the making. focus: what to keep above all.
     """
     parts = split_for_compact(messages, tail=tail)
     if parts is None:
@@ -574,7 +568,11 @@ def undo(session):
     """Take the last request and all after it out of the view; return its text, None when there is none to take."""
     if session.tip and not any(message["role"] == "user" and "parent" in message for message in session.messages):
         # A summary stands for all requests; the log has them.
-        change(session, "rebuild", session.messages[:1] + originals(read_log(session.name), session.last_id))
+        change(
+            session,
+            "rebuild",
+            session.messages[:1] + originals(read_log(session.name) + session.pending, session.last_id),
+        )
     requests = [message for message in session.messages if message["role"] == "user"]
     if not requests:
         return None
@@ -884,7 +882,9 @@ def repair(messages, sound=0):
                 message = {**message, "content": f"{fixed.pop()['content']}\n{text}"}
             waiting = []
             for call in calls:
-                identity = call["id"] if call["id"] not in seen else f"{call['id']}-{len(seen)}"
+                identity = call["id"]
+                while identity in seen:
+                    identity += f"-{len(seen)}"
                 seen.add(identity)  # providers want each id once; some models count from 0 in every reply
                 waiting.append((call, {"role": "tool", "tool_call_id": identity, "content": INTERRUPTED}))
                 faults.append(NO_RESULT)
