@@ -490,14 +490,14 @@ def summarise(client, model, old, previous, room, focus, warn):
     try:
         response = client.chat.completions.create(model=model, messages=[{"role": "user", "content": prompt}])
         choice = response.choices[0]
-        text, finish = (choice.message.content or "").strip().removeprefix("- "), choice.finish_reason
-        text = text.replace(SUMMARY_END, "").replace(RUNNING, "")  # only we may set these marks
+        text = (choice.message.content or "").replace(SUMMARY_END, "").replace(RUNNING, "")  # only we may set these
+        text, finish = text.strip().removeprefix("- "), getattr(choice, "finish_reason", "stop")
     except Exception as error:  # whatever went wrong, the history stays and the work goes on
         if room > 500 and hasattr(error, "status_code") and is_overflow(error, room):
             return summarise(client, model, old, previous, room // 2, focus, warn)
         warn(f"no summary ({type(error).__name__}), the history stays as it is")  # its text may repeat the key
         return None
-    if not text or finish in ("length", "content_filter") or choice.message.tool_calls:
+    if not text or finish in ("length", "content_filter") or getattr(choice.message, "tool_calls", None):
         warn(f"the summary came back empty or cut (finish_reason {finish}), the history stays as it is")
     elif estimate_tokens(text) >= estimate_tokens(history + previous):
         warn("the summary came back longer than what it replaces, the history stays as it is")

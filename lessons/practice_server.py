@@ -700,7 +700,7 @@ REACHED, HIGHEST, LOW, SMALL = 0.766, 0.9, 0.45, 0.01  # LOW: clearing below it 
 FEW = {2: 4, 3: 4, 4: 6, 5: 6, 13: 4, 14: 4}  # reads in each step; steps 6 to 12 read as much as the window takes
 LAST_GROWING, TAIL, MOST_READS, SMALL_READS, LIMIT = 12, 13, 64, 12, 200  # LIMIT: lines in a read
 CALL_COST = 65  # tokens of a call and of the frame of its result
-CLEARED = re.compile(r"(?s)\D{0,80}(?:cleared|清除).{0,120}\Z")  # short, and no numbered lines of a file
+CLEARED = re.compile(r"(?s)\D{0,80}(?:cleared|清除).{0,600}\Z")  # short, and no numbered lines of a file
 GOES_ON = re.compile(r"^\[.*offset \d+\]\Z", re.MULTILINE)  # then the file has more lines: later starts are safe
 
 
@@ -764,7 +764,7 @@ def long_answer(turn, reads, reached):
     """Say only what the messages show."""
     cleared = any(message["role"] == "tool" and CLEARED.match(message["content"]) for message in turn["messages"])
     gone = say(turn, "Old results were cleared. ", "旧结果已被清除。") if cleared else ""
-    if not reached:
+    if not reached and not cleared:
         english = f"I stop here: the prompt reached about {turn['size']:,} tokens; the files read here are too small "
         english += f"to fill the window. {gone}"
         chinese = f"就此停下：提示词约 {turn['size']:,} tokens；读到的文件太小，填不满窗口。{gone}"
