@@ -420,20 +420,22 @@ def append(session, *messages):
 
 def change(session, kind, messages, **details):
     """Make `messages` the view, after clearing, a summary or a repair; the log keeps what was there before."""
-    session.messages, session.lines, session.sound, session.counted = messages, [], 0, (0, 0)
+    set_messages(session, messages)
     add_record(session, kind, **details)
     save(session)
+
+
+def set_messages(session, messages):
+    """Make `messages` the view; what was worked out for the old one counts no more."""
+    session.messages, session.lines, session.sound, session.counted = messages, [], 0, (0, 0)
 
 
 def undo(session):
     """Take the last request and all after it out of the view; return its text, None when there is none to take."""
     if session.tip and not any(message["role"] == "user" and "parent" in message for message in session.messages):
         # A summary stands for all requests; the log has them.
-        change(
-            session,
-            "rebuild",
-            session.messages[:1] + originals(read_log(session.name) + session.pending, session.last_id),
-        )
+        said = originals(read_log(session.name) + session.pending, session.last_id)
+        change(session, "rebuild", [session.messages[0], *said])
     requests = [message for message in session.messages if message["role"] == "user"]
     if not requests:
         return None
@@ -457,7 +459,7 @@ def follow(session, record):
     if parent < session.tip:  # what is newer was taken back
         kept = list(takewhile(lambda message: message.get("id", 0) <= parent, session.messages))
         session.turns -= sum(message["role"] == "user" for message in session.messages[len(kept) :])
-        session.messages, session.lines, session.sound, session.counted = kept, [], 0, (0, 0)
+        set_messages(session, kept)
     session.tip = parent
     if record["kind"] == "message":
         session.tip = record["id"]
@@ -634,7 +636,7 @@ def open_session(name, system, workspace, warn=print):
         follow(session, record)
     if not logged or session.name != name:  # of lesson 4, without its log, or a branch: all of it is new to the log
         said = originals(read_log(name), session.last_id) if logged else session.messages[1:]
-        session.messages, session.lines = session.messages[:1], []
+        set_messages(session, session.messages[:1])
         session.tip = session.turns = 0
         append(session, *said)
     if "usage" not in view:

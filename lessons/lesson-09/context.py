@@ -156,6 +156,7 @@ def fit_result(name, text, tokens):
 
 
 def cut_by_kind(name, text, limit):
+    """Return `text` with about `limit` characters left; of a command the first line, its exit status, always stays."""
     status, _, output = text.partition("\n")
     if name == "run_shell" and output:
         return f"{status}\n{truncate_tool_result(output, limit, head=0.25)}"
@@ -174,11 +175,8 @@ def clean_output(text):
     lines = []
     for line, same in itertools.groupby(re.sub(r"\n{3,}", "\n\n", "\n".join(shown)).split("\n")):
         count = len(list(same))
-        lines += (
-            [line] * count
-            if count < 4
-            else [line, f"[… {count - 1} more lines like this 相同的行还有 {count - 1} 行 …]"]
-        )
+        note = f"[… {count - 1} more lines like this 相同的行还有 {count - 1} 行 …]"
+        lines += [line] * count if count < 4 else [line, note]
     return "\n".join(lines)
 
 
@@ -450,9 +448,8 @@ def render_for_summary(msgs, limit=2000):
         if message.get("content") and "facts" not in message:
             lines.append(f"[{message['role']}] {truncate_tool_result(message['content'], limit)}")
         for call in message.get("tool_calls") or []:
-            lines.append(
-                f"[call] {call['function']['name']}({truncate_tool_result(call['function']['arguments'], limit)})"
-            )
+            arguments = truncate_tool_result(call["function"]["arguments"], limit)
+            lines.append(f"[call] {call['function']['name']}({arguments})")
     return "\n".join(lines)
 
 
@@ -559,20 +556,22 @@ def append(session, *messages):
 
 def change(session, kind, messages, **details):
     """Make `messages` the view, after clearing, a summary or a repair; the log keeps what was there before."""
-    session.messages, session.lines, session.sound, session.counted = messages, [], 0, (0, 0)
+    set_messages(session, messages)
     add_record(session, kind, **details)
     save(session)
+
+
+def set_messages(session, messages):
+    """Make `messages` the view; what was worked out for the old one counts no more."""
+    session.messages, session.lines, session.sound, session.counted = messages, [], 0, (0, 0)
 
 
 def undo(session):
     """Take the last request and all after it out of the view; return its text, None when there is none to take."""
     if session.tip and not any(message["role"] == "user" and "parent" in message for message in session.messages):
         # A summary stands for all requests; the log has them.
-        change(
-            session,
-            "rebuild",
-            session.messages[:1] + originals(read_log(session.name) + session.pending, session.last_id),
-        )
+        said = originals(read_log(session.name) + session.pending, session.last_id)
+        change(session, "rebuild", [session.messages[0], *said])
     requests = [message for message in session.messages if message["role"] == "user"]
     if not requests:
         return None
@@ -596,7 +595,7 @@ def follow(session, record):
     if parent < session.tip:  # what is newer was taken back
         kept = list(takewhile(lambda message: message.get("id", 0) <= parent, session.messages))
         session.turns -= sum(message["role"] == "user" for message in session.messages[len(kept) :])
-        session.messages, session.lines, session.sound, session.counted = kept, [], 0, (0, 0)
+        set_messages(session, kept)
     session.tip = parent
     if record["kind"] == "message":
         session.tip = record["id"]
@@ -773,7 +772,7 @@ def open_session(name, system, workspace, warn=print):
         follow(session, record)
     if not logged or session.name != name:  # of lesson 4, without its log, or a branch: all of it is new to the log
         said = originals(read_log(name), session.last_id) if logged else session.messages[1:]
-        session.messages, session.lines = session.messages[:1], []
+        set_messages(session, session.messages[:1])
         session.tip = session.turns = 0
         append(session, *said)
     if "usage" not in view:
