@@ -101,6 +101,23 @@ def call(name, arguments, **more):
     return {"tool_calls": [{"name": name, "arguments": arguments}], **more}
 
 
+def status_error(status, text, **more):
+    """The real client's error for a refusal, made from a whole response: newer versions read more of it."""
+    import httpx2
+    from openai import OpenAI
+
+    request = httpx2.Request("POST", "http://127.0.0.1:9/v1/chat/completions")
+    response = httpx2.Response(status, json={"error": {"message": text, **more}}, request=request)
+    return OpenAI(api_key="no-key", base_url="http://127.0.0.1:9/v1")._make_status_error_from_response(response)
+
+
+def connection_error():
+    import httpx2
+    from openai import APIConnectionError
+
+    return APIConnectionError(request=httpx2.Request("POST", "http://127.0.0.1:9/v1/chat/completions"))
+
+
 def run_turn(user_input, messages=None, ask=None, **options):
     """Run one turn in this process, whatever the lesson's run() takes; return its answer, messages and screen text.
 

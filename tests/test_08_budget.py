@@ -15,7 +15,7 @@ import context
 import practice_server
 import pytest
 import tools
-from conftest import call, pipe, repl, run_turn
+from conftest import call, pipe, repl, run_turn, status_error
 from rich.console import Console
 
 REQUEST = "Read all the files; never touch vendor/; 用中文回答; then finish. UNIQUE-REQUEST"
@@ -102,7 +102,6 @@ class Model:
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
 
     def create(self, **body):
-        from openai import BadRequestError, DefaultHttpxClient
         from openai.types.chat import ChatCompletion
 
         practice_server.check_request(body)
@@ -112,10 +111,7 @@ class Model:
         if tokens > self.window:
             text = f"This model's maximum context length is {self.window} tokens; your messages have {tokens} tokens."
             self.refusals.append(text)
-            with DefaultHttpxClient(trust_env=False) as client:
-                request = client.build_request("POST", self.base_url)
-            response = SimpleNamespace(request=request, status_code=400, headers={})
-            raise BadRequestError(text, response=response, body={"message": text, "code": "context_length_exceeded"})
+            raise status_error(400, text, code="context_length_exceeded")
         item = self.reply(body)
         counted = {"prompt_tokens": round(tokens * self.usage)} if isinstance(self.usage, float) else self.usage
         item = {"usage": counted, "finish_reason": "stop", **as_item(item)}

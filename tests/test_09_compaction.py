@@ -19,7 +19,7 @@ import context
 import practice_server
 import pytest
 import tools
-from conftest import STATE_DIR, repl
+from conftest import STATE_DIR, connection_error, repl, status_error
 from context import append, estimate_tokens, repair, sendable
 from permissions import PermissionManager
 
@@ -73,7 +73,6 @@ class Model:
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
 
     def create(self, **body):
-        from openai import BadRequestError
         from openai.types.chat import ChatCompletion
 
         body = json.loads(json.dumps(body))
@@ -82,7 +81,7 @@ class Model:
         if (size := size_of(body)) > self.window:
             self.refusals.append(size)
             text = f"This model's maximum context length is {self.window} tokens, your messages have {size}."
-            raise BadRequestError(text, response=response(400), body={"message": text})
+            raise status_error(400, text)
         item = self.act if "tools" in body else self.summary
         item = item(body) if callable(item) else item
         if isinstance(item, BaseException):
@@ -114,10 +113,6 @@ class Screen:
 
     def status(self, text):
         return nullcontext()
-
-
-def response(status):
-    return SimpleNamespace(status_code=status, headers={}, request=None)
 
 
 def size_of(body):
@@ -535,15 +530,7 @@ def test_c7_mid_turn_a_block_of_before_is_followed_by_the_next_in_the_same_shape
 
 
 def overloaded():
-    from openai import InternalServerError
-
-    return InternalServerError("out of order", response=response(500), body=None)
-
-
-def dropped():
-    from openai import APIConnectionError
-
-    return APIConnectionError(request=None)
+    return status_error(500, "out of order")
 
 
 BAD = {  # what a summariser returns that must not count
@@ -557,7 +544,7 @@ BAD = {  # what a summariser returns that must not count
     "a tool call with a text": calls(("write_file", {"path": "hacked.txt", "content": "x"}), said="Goal: the garden."),
     "no choices": {"content": "x", "message": {"content": None}},
     "HTTP 500": lambda body: overloaded(),
-    "dropped connection": lambda body: dropped(),
+    "dropped connection": lambda body: connection_error(),
 }
 GOOD = {
     "good": "Goal: the garden.\nConstraints: none.\nNext step: read on.",
